@@ -1,0 +1,1 @@
+"""Exact hidden states out of pipeline-parallel vLLM, as datasets."""
