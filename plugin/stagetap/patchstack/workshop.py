@@ -1,0 +1,126 @@
+"""Work on the series as commits: series -> git repository -> series, without losing a byte.
+
+The repository holds the pristine files in its first commit, tagged ``pristine``, and one commit
+for each patch above it. Exports are deterministic: no commit ids, no versions, full blob ids.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+from pathlib import Path
+
+from stagetap.errors import Refused
+from stagetap.patchstack.gitrun import Contents, git, write_files
+from stagetap.patchstack.locate import Package
+from stagetap.patchstack.patchfile import Patch, file_name
+from stagetap.patchstack.series import Lock, Pin, Series, series_digest, sha256
+
+_TAG = "pristine"
+_VERSION_KEY = "stagetap.vllmVersion"
+_AUTHOR = ("StageTap contributors", "contributors@stagetap.invalid")
+_EPOCH = "2000-01-01T00:00:00+0000"
+_FORMAT_PATCH = (
+    "format-patch",
+    "--stdout",
+    "--zero-commit",
+    "--full-index",
+    "--no-stat",
+    "--no-signature",
+    "--no-numbered",
+    "--no-renames",
+    "--no-base",
+    "--no-encode-email-headers",
+    "--no-ext-diff",
+    "--no-textconv",
+    "--diff-algorithm=myers",
+    "--unified=3",
+    "--src-prefix=a/",
+    "--dst-prefix=b/",
+    "--subject-prefix=PATCH",
+)
+
+
+def python_sources(package: Package) -> Contents:
+    """Every Python file of the package, by patch path."""
+    return {
+        f"vllm/{file.relative_to(package.path).as_posix()}": file.read_bytes()
+        for file in sorted(package.path.rglob("*.py"))
+    }
+
+
+def unlike_release(package: Package, files: Contents) -> list[str]:
+    """Paths whose bytes are not those that the wheel's own RECORD lists; empty without RECORD."""
+    differing = []
+    for record in package.path.parent.glob("vllm*.dist-info/RECORD"):
+        for path, digest, _size in csv.reader(record.read_text("utf-8").splitlines()):
+            data = files.get(path)
+            if data is not None and digest != _record_digest(data):
+                differing.append(path)
+    return differing
+
+
+def build_repository(folder: Path, pristine: Contents, series: Series) -> None:
+    """Make ``folder`` a repository of ``pristine`` with every patch as a commit.
+
+    Raises Refused when the folder is in use, GitError naming the patch that does not apply.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise Refused(f"{folder} is not empty; name a new folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_files(folder, pristine)
+    git("init", "--quiet", "--initial-branch=series", cwd=folder)
+    git("config", "user.name", _AUTHOR[0], cwd=folder)
+    git("config", "user.email", _AUTHOR[1], cwd=folder)
+    git("config", "core.autocrlf", "false", cwd=folder)
+    git("config", _VERSION_KEY, series.version, cwd=folder)
+    (folder / ".git/info/exclude").write_text("__pycache__/\n")
+    git("add", "--all", "--force", cwd=folder)
+    subject = f"vLLM {series.version} as released"
+    git("commit", "--quiet", "--allow-empty", "-m", subject, cwd=folder, date=_EPOCH)
+    git("tag", _TAG, cwd=folder)
+    for patch in series.patches:
+        git("am", "--quiet", "--keep-cr", "--whitespace=nowarn", cwd=folder, stdin=patch.data)
+
+
+def export_repository(folder: Path) -> Series:
+    """The series that the repository's commits above ``pristine`` make up.
+
+    Raises Refused when work is uncommitted or history is not one line, GitError when ``folder``
+    is no repository that ``build_repository`` made.
+    """
+    version = git("config", _VERSION_KEY, cwd=folder).decode().strip()
+    if git("status", "--porcelain", cwd=folder).strip():
+        raise Refused(f"{folder} has changes that are not committed; commit or discard them")
+    commits = git("rev-list", "--reverse", f"{_TAG}..HEAD", cwd=folder).decode().split()
+    if git("rev-list", "--merges", f"{_TAG}..HEAD", cwd=folder).strip():
+        raise Refused(f"{folder} has merges above its tag {_TAG}; rebase them into one line")
+    patches = tuple(
+        _patch(number, git(*_FORMAT_PATCH, "-1", commit, cwd=folder))
+        for number, commit in enumerate(commits, start=1)
+    )
+    paths = sorted({change.path for patch in patches for change in patch.changes})
+    pins = {path: _pin(folder, path) for path in paths}
+    return Series(patches, Lock(version, series_digest(patches), pins))
+
+
+def _patch(number: int, data: bytes) -> Patch:
+    return Patch(file_name(number, Patch("(new)", data).subject), data)
+
+
+def _pin(folder: Path, path: str) -> Pin:
+    after = sha256(_blob(folder, "HEAD", path))
+    if after is None:
+        raise Refused(f"{path} is deleted by the series; a hook deletes nothing")
+    return Pin(before=sha256(_blob(folder, _TAG, path)), after=after)
+
+
+def _blob(folder: Path, commit: str, path: str) -> bytes | None:
+    listed = git("ls-tree", commit, "--", path, cwd=folder)
+    return git("cat-file", "blob", f"{commit}:{path}", cwd=folder) if listed.strip() else None
+
+
+def _record_digest(data: bytes) -> str:
+    encoded = base64.urlsafe_b64encode(hashlib.sha256(data).digest())
+    return "sha256=" + encoded.decode().rstrip("=")
