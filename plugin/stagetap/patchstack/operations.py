@@ -166,7 +166,7 @@ def _refuse_foreign(found: Status) -> Status:
 def _replace(
     package: Package, series: Series | None, present: Contents, wanted: Contents
 ) -> list[str]:
-    """Swap what differs, and let the record of ``series`` be the only one. Returns changed paths."""
+    """Swap what differs; the record of ``series`` becomes the only one. Returns the changes."""
     changed = [path for path in wanted if wanted[path] != present[path]]
     try:
         sweep(package.file(path) for path in wanted)

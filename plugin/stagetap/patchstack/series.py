@@ -62,7 +62,7 @@ class Series:
 
     @cached_property
     def digest(self) -> str:
-        """sha256 of ``cat series 0001-....patch 0002-....patch ...``, in the order of the series."""
+        """sha256 of ``cat series 0001-*.patch 0002-*.patch ...``, in the order of the series."""
         return series_digest(self.patches)
 
     @property

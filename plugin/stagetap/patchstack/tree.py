@@ -35,7 +35,7 @@ def read_touched(package: Package, known: Iterable[Series]) -> Contents:
 
 
 def file_states(files: Contents, wanted: Series, known: Sequence[Series]) -> dict[str, FileState]:
-    """The state of each file as seen by ``wanted``; ``known`` are all series that may be applied."""
+    """The state of each file for ``wanted``; ``known`` are all series that may be applied."""
     return {path: _file_state(path, data, wanted, known) for path, data in files.items()}
 
 
