@@ -1,0 +1,1 @@
+"""From a store back to samples."""

@@ -1,0 +1,1 @@
+"""Where samples are kept: a protocol and its implementations."""
