@@ -1,0 +1,84 @@
+# Every recipe but `lint` and `fmt` starts from a complete environment; `./justw` finds `just`.
+
+export HF_HUB_OFFLINE := "1"
+export TOKENIZERS_PARALLELISM := "false"
+export VLLM_NO_USAGE_STATS := "1"
+
+bin := justfile_directory() / ".venv/bin"
+
+# Show the recipes.
+default:
+    @'{{ just_executable() }}' --justfile '{{ justfile() }}' --list --unsorted
+
+# Make the environment: venv, vLLM, plugin, patches, the SmolLM2 checkpoint.
+setup:
+    @sh .setup/run
+
+# Capture SmolLM2 on two stages, and prove it equal to one.
+demo *args: setup
+    @'{{ bin }}/stagetap' demo {{ args }}
+
+# All set-up, the linters and the CI tier of the tests.
+test *args: setup lint patch-lint
+    @'{{ bin }}/python' -m pytest -m "not full and not gpu" {{ args }}
+
+# Everything but what needs an accelerator.
+test-full *args: setup lint patch-lint
+    @'{{ bin }}/python' -m pytest -m "not gpu" {{ args }}
+
+# Under a minute, no engine.
+test-unit *args: setup
+    @'{{ bin }}/python' -m pytest tests/unit -m "not engine and not full and not gpu" {{ args }}
+
+# Real vLLM engines on CPU.
+test-engine *args: setup
+    @'{{ bin }}/python' -m pytest tests/engine -m "not full and not gpu" {{ args }}
+
+# Tests that need an accelerator.
+test-gpu *args: setup
+    @'{{ bin }}/python' -m pytest -m gpu {{ args }}
+
+# Measure capture and reading; `--json` for one line of JSON.
+bench *args: setup
+    @'{{ bin }}/python' -m stagetap.bench {{ args }}
+
+# Formatting, lint rules, types.
+lint:
+    @'{{ bin }}/ruff' format --check --quiet .
+    @'{{ bin }}/ruff' check --quiet .
+    @'{{ bin }}/mypy' --no-error-summary
+
+# Format, and fix what can be fixed.
+fmt:
+    @'{{ bin }}/ruff' format .
+    @'{{ bin }}/ruff' check --fix .
+
+# Folder == series == lock, and the patches regenerate without a diff.
+patch-lint:
+    @'{{ bin }}/stagetap' patch lint
+
+# Say what state the installed vLLM is in.
+patch-status:
+    @'{{ bin }}/stagetap' patch status
+
+# Patch the installed vLLM.
+patch-apply:
+    @'{{ bin }}/stagetap' patch apply
+
+# Give the installed vLLM its released bytes back.
+patch-revert:
+    @'{{ bin }}/stagetap' patch revert
+
+# Make DIR a git repository of vLLM with a commit for each patch.
+[no-cd]
+patch-checkout dir *args:
+    @'{{ bin }}/stagetap' patch checkout '{{ dir }}' {{ args }}
+
+# Write series, lock and table from the commits of DIR.
+[no-cd]
+patch-export dir:
+    @'{{ bin }}/stagetap' patch export '{{ dir }}'
+
+# Write the table of patches/README.md anew.
+patch-table:
+    @'{{ bin }}/stagetap' patch table
