@@ -60,7 +60,10 @@ def _fetch_gguf(folder: Path) -> Path:
 def _convert(gguf: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     source: dict[str, Any] = {
         "pretrained_model_name_or_path": str(gguf.parent),
         "gguf_file": gguf.name,
@@ -73,6 +76,8 @@ def _convert(gguf: Path, folder: Path) -> None:
         del model.config.quantization_config
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+    for file in folder.iterdir():
+        file.chmod(0o644)  # the weights come out readable by their owner alone
 
 
 def main() -> None:
