@@ -1,0 +1,1 @@
+"""Everything that touches vLLM. No other folder of StageTap imports it."""

@@ -1,0 +1,122 @@
+"""The ``vllm_config`` hook: refuse what cannot be honoured, choose our worker and scheduler.
+
+Runs in the front end on the finished configuration, seconds after the command and before any
+worker starts. A configuration without the StageTap connector is left alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from stagetap.engine.families import check_architecture
+from stagetap.engine.refusal import announced
+from stagetap.engine.series import check_series
+from stagetap.errors import Refused
+from stagetap.options import CONNECTOR_NAME, ConnectorOptions, connector_options
+from stagetap.taps import validate_layer_ids
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+SCHEDULER = "stagetap.engine.scheduler.TapScheduler"
+ASYNC_SCHEDULER = "stagetap.engine.scheduler.TapAsyncScheduler"
+
+
+def uses_stagetap(config: VllmConfig) -> bool:
+    """Whether this engine's connector is ours."""
+    transfer = config.kv_transfer_config
+    return transfer is not None and transfer.has_connector(CONNECTOR_NAME)
+
+
+def options_of(config: VllmConfig) -> ConnectorOptions:
+    """The connector options of an engine that uses StageTap.
+
+    Raises:
+        Refused: an option is unknown, missing or ill-typed.
+    """
+    return connector_options(config.kv_transfer_config.kv_connector_extra_config)
+
+
+def configure(config: VllmConfig) -> None:
+    """Check the whole configuration and set ``worker_cls`` and ``scheduler_cls``.
+
+    Raises:
+        Refused: see ``docs/refused.md``.
+    """
+    if not uses_stagetap(config):
+        return
+    with announced():
+        check_series()
+        options = options_of(config)
+        _check_engine(config)
+        validate_layer_ids(options.layers, config.model_config.get_total_num_hidden_layers())
+        _choose_classes(config)
+    # Part of vLLM's compilation hash: code compiled with taps is not code compiled without.
+    if isinstance(config.additional_config, dict):
+        config.additional_config["stagetap_layers"] = list(options.layers)
+
+
+def _check_engine(config: VllmConfig) -> None:
+    transfer, parallel = config.kv_transfer_config, config.parallel_config
+    if transfer.kv_connector != CONNECTOR_NAME:
+        raise Refused(
+            f"the StageTap connector inside {transfer.kv_connector} is not in this version; "
+            f"make {CONNECTOR_NAME} the engine's only connector"
+        )
+    if transfer.kv_role != "kv_producer":
+        raise Refused(
+            f"kv_role {transfer.kv_role} makes no sense for a connector that only publishes; "
+            'say "kv_role": "kv_producer"'
+        )
+    if not config.use_v2_model_runner:
+        raise Refused(
+            "capture needs vLLM's Model Runner V2; set VLLM_USE_V2_MODEL_RUNNER=1 "
+            "(on CPU TRITON_INTERPRET=1 as well)"
+        )
+    if config.model_config.runner_type != "generate":
+        raise Refused(
+            f"a {config.model_config.runner_type} engine has no prompts to capture; "
+            "use --runner generate"
+        )
+    if config.speculative_config is not None:
+        raise Refused(
+            "capture beside speculative decoding is not in this version; drop "
+            "--speculative-config (StageTap itself needs none)"
+        )
+    if config.lora_config is not None:
+        raise Refused("capture with LoRA adapters is not in this version; drop --enable-lora")
+    if parallel.data_parallel_size > 1:
+        raise Refused(
+            "data_parallel_size > 1 is not in this version; start one engine per replica, each "
+            "on the same store"
+        )
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        raise Refused(
+            "context parallelism spreads one token's states over ranks; set "
+            "decode_context_parallel_size and prefill_context_parallel_size to 1"
+        )
+    if parallel.enable_dbo or parallel.use_ubatching:
+        raise Refused("microbatching splits a step's rows; drop --enable-dbo and ubatch sizes")
+    if not config.model_config.enforce_eager:
+        raise Refused("compiled models are not in this version; add --enforce-eager")
+    check_architecture(config.model_config.architecture)
+
+
+def _choose_classes(config: VllmConfig) -> None:
+    from stagetap.engine.workers import WORKERS
+
+    parallel, scheduling = config.parallel_config, config.scheduler_config
+    if parallel.worker_cls not in WORKERS.values():
+        if parallel.worker_cls not in WORKERS:
+            raise Refused(
+                f"worker class {parallel.worker_cls} is not one that StageTap can stand in for; "
+                "drop --worker-cls, or use the CPU or CUDA platform"
+            )
+        parallel.worker_cls = WORKERS[parallel.worker_cls]
+    ours = ASYNC_SCHEDULER if scheduling.async_scheduling else SCHEDULER
+    if scheduling.scheduler_cls not in (None, ours):
+        raise Refused(
+            f"scheduler class {scheduling.scheduler_cls} would not hold an output back until its "
+            "sample is committed; drop --scheduler-cls"
+        )
+    scheduling.scheduler_cls = ours

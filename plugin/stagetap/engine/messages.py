@@ -1,0 +1,82 @@
+"""What the scheduler side and the workers say to each other. Nothing else is shared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from stagetap.publish.publisher import FragmentReport
+    from stagetap.stores.base import SampleRef
+    from stagetap.taps import StageTaps
+
+
+@dataclass(frozen=True)
+class WorkerFacts(KVConnectorHandshakeMetadata):
+    """Said once by every worker at start, after its caches exist.
+
+    Attributes:
+        taps: the layers that this worker runs and the ids that it will capture.
+        dtype: dtype of its taps, as vLLM spells it without ``torch.``.
+        hidden_size: width of a tap.
+        layer_name: name of its tap cache layer, None when it owns no tap.
+        weights_fingerprint: what it loaded; must be the same everywhere.
+        series_digest: which patch series its vLLM carries.
+        nonce: name under which it left a mark in the store, to be found by the scheduler side.
+    """
+
+    taps: StageTaps
+    dtype: str
+    hidden_size: int
+    layer_name: str | None
+    weights_fingerprint: str
+    series_digest: str
+    nonce: str
+
+
+@dataclass(frozen=True)
+class SaveOrder:
+    """One finished request whose taps every owning stage shall publish.
+
+    Attributes:
+        request_id: vLLM's id, under which the worker reports that it needs the pages no more.
+        ref: run, sample and attempt.
+        token_count: number of rows T.
+        token_ids: int64 ``[T]``.
+        block_ids: the request's pages in each tap cache, by the cache layer's name.
+        input_ids_stage: the stage whose fragment also holds the token ids.
+    """
+
+    request_id: str
+    ref: SampleRef
+    token_count: int
+    token_ids: np.ndarray
+    block_ids: dict[str, list[int]]
+    input_ids_stage: int
+
+
+@dataclass
+class SaveOrders(KVConnectorMetadata):
+    """Scheduler to workers, with every step."""
+
+    orders: list[SaveOrder] = field(default_factory=list)
+
+
+@dataclass
+class FragmentReports(KVConnectorWorkerMetadata):
+    """Workers to scheduler, with every step in which a fragment was stored or failed."""
+
+    reports: list[FragmentReport]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> FragmentReports:
+        if not isinstance(other, FragmentReports):
+            raise TypeError(f"cannot merge fragment reports with {type(other).__name__}")
+        return FragmentReports(self.reports + other.reports)

@@ -1,0 +1,41 @@
+"""How a refusal at start reaches a person.
+
+vLLM starts in several processes and surrounds what one of them raises with a traceback and a
+message of its own. The line below is what a user needs, so it goes to the process's own stderr,
+unprefixed, and to a file when a StageTap command has named one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from stagetap.errors import StageTapError
+
+
+class StartRefused(StageTapError):
+    """vLLM must not start. No ValueError, which pydantic would wrap in one of its own."""
+
+
+REFUSAL_FILE_ENV = "STAGETAP_REFUSAL_FILE"
+"""Set by ``stagetap`` commands: where a child process leaves the reason why it did not start."""
+
+
+@contextmanager
+def announced() -> Iterator[None]:
+    """Print ``stagetap: refused: ...`` for a StageTapError raised inside.
+
+    Raises:
+        StartRefused: in its place.
+    """
+    try:
+        yield
+    except StageTapError as error:
+        line = f"stagetap: refused: {error}\n".encode()
+        # Not sys.stderr: vLLM prefixes its lines with the process's name.
+        os.write(2, line)
+        if path := os.environ.get(REFUSAL_FILE_ENV):
+            with open(path, "ab") as file:
+                file.write(line)
+        raise StartRefused(str(error)) from error

@@ -1,0 +1,111 @@
+"""vLLM's schedulers with one addition: an output waits until its sample is committed."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.request import RequestStatus
+
+from stagetap.engine.connector import StageTapConnector
+from stagetap.options import PARAMS_KEY
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request
+
+    from stagetap.engine.scheduler_side import Outcome, SchedulerSide
+
+IDLE_STEP_SECONDS = 0.001
+"""Pause after a step that ran nothing, so that an engine that waits for a store does not spin."""
+
+
+class CommitBarrier:
+    """Mixed in before a vLLM scheduler class."""
+
+    connector: Any
+    log_stats: bool
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        assert isinstance(self.connector, StageTapConnector)
+        self._side: SchedulerSide = self.connector.scheduler_side
+        # Final outputs that wait for their commit, by request id, with the client to send to.
+        self._withheld: dict[str, tuple[int, EngineCoreOutput]] = {}
+        self._refused: list[tuple[int, EngineCoreOutput]] = []
+
+    def add_request(self, request: Request) -> None:
+        refusal = self._side.admit(request)
+        if refusal is None:
+            super().add_request(request)  # type: ignore[misc]
+            return
+        output = EngineCoreOutput(request_id=request.request_id, new_token_ids=[])
+        self._refused.append((request.client_index, _ended(output, refusal)))
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[Request]:
+        if request_ids is None:
+            ids = list(self._withheld)
+        else:
+            ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        finished = super().finish_requests(  # type: ignore[misc]
+            None if request_ids is None else ids, finished_status
+        )
+        self._side.abort(ids)
+        for request_id in ids:
+            self._withheld.pop(request_id, None)
+        return finished
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        outputs: dict[int, EngineCoreOutputs] = super().update_from_output(  # type: ignore[misc]
+            scheduler_output, model_runner_output
+        )
+        for client, client_outputs in outputs.items():
+            sent = []
+            for output in client_outputs.outputs:
+                if output.finish_reason is not None and self._side.withholds(output.request_id):
+                    self._withheld[output.request_id] = (client, output)
+                else:
+                    sent.append(output)
+            client_outputs.outputs = sent
+        ready, self._refused = self._refused, []
+        for outcome in self._side.take_settled():
+            withheld = self._withheld.pop(outcome.request_id, None)
+            if withheld is not None:  # else its output went out when it was accepted
+                client, output = withheld
+                ready.append((client, _ended(output, outcome)))
+        for client, output in ready:
+            outputs.setdefault(client, EngineCoreOutputs()).outputs.append(output)
+        if not scheduler_output.total_num_scheduled_tokens and self._side.busy():
+            time.sleep(IDLE_STEP_SECONDS)
+        return outputs
+
+    def has_requests(self) -> bool:
+        return bool(self._refused) or super().has_requests()  # type: ignore[misc]
+
+
+def _ended(output: EngineCoreOutput, outcome: Outcome) -> EngineCoreOutput:
+    output.kv_transfer_params = {
+        **(output.kv_transfer_params or {}),
+        PARAMS_KEY: outcome.params,
+    }
+    if outcome.failed:
+        output.finish_reason = FinishReason.ERROR
+    return output
+
+
+class TapScheduler(CommitBarrier, Scheduler):
+    """Chosen by the configuration hook for synchronous scheduling."""
+
+
+class TapAsyncScheduler(CommitBarrier, AsyncScheduler):
+    """Chosen by the configuration hook for asynchronous scheduling."""

@@ -1,0 +1,196 @@
+"""An engine for offline capture: prompts in, committed samples out."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from stagetap.engine.environment import engine_environment, is_cpu_build
+from stagetap.engine.refusal import REFUSAL_FILE_ENV, StartRefused
+from stagetap.errors import Refused, StageTapError
+from stagetap.options import PARAMS_KEY
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One sample to capture; an absent ``sample_id`` is generated."""
+
+    token_ids: list[int]
+    sample_id: str | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """How one prompt ended: committed, or failed with ``error``."""
+
+    sample_id: str
+    tokens: int
+    bytes: int
+    error: str | None
+
+
+class CaptureSession:
+    """Starts vLLM with the StageTap connector, and stops it on ``close``.
+
+    Args:
+        model: a checkpoint folder.
+        layers: asked layer ids, in the order in which the reader shall give them back.
+        store: where samples go.
+        pp: pipeline stages.
+        tp: tensor-parallel ranks of each stage.
+        max_len: longest sequence, in tokens; the model's own limit when absent.
+        run_id: name of the run; generated when absent.
+        include_output: greedy output tokens to generate and to keep rows for; 0 keeps the prompt.
+        connector_options: further :class:`stagetap.options.ConnectorOptions`.
+        engine_args: further arguments of vLLM's ``EngineArgs``.
+
+    Raises:
+        Refused: the engine cannot do what was asked.
+        StageTapError: it did not start for another reason of ours, such as a store out of reach.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        layers: Sequence[int],
+        store: str,
+        pp: int = 1,
+        tp: int = 1,
+        max_len: int | None = None,
+        run_id: str | None = None,
+        include_output: int = 0,
+        connector_options: dict[str, Any] | None = None,
+        engine_args: dict[str, Any] | None = None,
+    ):
+        os.environ.update(engine_environment(pp, tp))
+        self._include_output = include_output
+        options = {**(connector_options or {}), **({"run_id": run_id} if run_id else {})}
+        arguments: dict[str, Any] = {
+            "model": model,
+            "pipeline_parallel_size": pp,
+            "tensor_parallel_size": tp,
+            "max_model_len": max_len,
+            "enforce_eager": True,
+            **(engine_args or {}),
+        }
+        if is_cpu_build() and pp * tp > 1:
+            arguments.setdefault("distributed_executor_backend", "mp")
+        with tempfile.TemporaryDirectory(prefix="stagetap-") as folder:
+            refusal = Path(folder, "refusal")
+            os.environ[REFUSAL_FILE_ENV] = str(refusal)
+            try:
+                self._engine = _start(arguments, list(layers), store, options)
+            except StartRefused as error:
+                raise Refused(str(error)) from None
+            except Exception as error:
+                if refusal.exists():
+                    line = refusal.read_text().splitlines()[0]
+                    raise Refused(line.removeprefix("stagetap: refused: ")) from None
+                raise StageTapError(f"vLLM did not start: {error}") from error
+            finally:
+                del os.environ[REFUSAL_FILE_ENV]
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, as vLLM loaded it."""
+        return self._engine.get_tokenizer()
+
+    def capture(self, prompts: Iterable[Prompt], in_flight: int = 16) -> Iterator[Captured]:
+        """Capture prompts and yield each as it ends, in the order in which they end.
+
+        Args:
+            prompts: taken one by one, as room comes free.
+            in_flight: prompts in the engine at a time; 1 makes every batch one prompt.
+
+        Closing the iterator aborts what is in flight; what was yielded stays.
+
+        Raises:
+            Refused: a prompt that the engine's door refuses, such as one that is too long.
+        """
+        waiting = iter(prompts)
+        running: dict[str, Prompt] = {}
+        try:
+            exhausted = False
+            while running or not exhausted:
+                while not exhausted and len(running) < in_flight:
+                    prompt = next(waiting, None)
+                    if prompt is None:
+                        exhausted = True
+                    else:
+                        running[self._add(prompt)] = prompt
+                for output in self._engine.step() if running else ():
+                    if output.finished:
+                        del running[output.request_id]
+                        yield _captured(output)
+        finally:
+            if running:
+                self._engine.abort_request(list(running))
+
+    def _add(self, prompt: Prompt) -> str:
+        from vllm import SamplingParams
+
+        params: dict[str, Any] = {"metadata": prompt.metadata}
+        if prompt.sample_id is not None:
+            params["sample_id"] = prompt.sample_id
+        if self._include_output:
+            params["include_output"] = True
+        request_id = uuid.uuid4().hex
+        self._engine.add_request(
+            request_id,
+            {"prompt_token_ids": prompt.token_ids},
+            SamplingParams(
+                temperature=0.0,
+                max_tokens=self._include_output or 1,
+                detokenize=False,
+                extra_args={"kv_transfer_params": {PARAMS_KEY: params}},
+            ),
+        )
+        return request_id
+
+    def close(self) -> None:
+        """Stop the engine; fragments in flight get a bounded time."""
+        self._engine.engine_core.shutdown()
+
+    def __enter__(self) -> CaptureSession:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _start(
+    arguments: dict[str, Any], layers: list[int], store: str, options: dict[str, Any]
+) -> Any:
+    from vllm import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    from stagetap.engine.flags import kv_transfer_config
+
+    transfer = kv_transfer_config(layers, store, **options)
+    return LLMEngine.from_engine_args(EngineArgs(**arguments, kv_transfer_config=transfer))
+
+
+def _captured(output: Any) -> Captured:
+    outcome = (output.kv_transfer_params or {}).get(PARAMS_KEY, {})
+    error = None if outcome.get("state") == "committed" else outcome.get("error")
+    if error is None and outcome.get("state") != "committed":
+        error = f"the request ended as {output.outputs[0].finish_reason!r} without a commit"
+    return Captured(
+        sample_id=outcome.get("sample_id", ""),
+        tokens=outcome.get("tokens", 0),
+        bytes=outcome.get("bytes", 0),
+        error=error,
+    )

@@ -1,0 +1,138 @@
+"""Typed options of the connector and of one request, and every message that refuses one. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from stagetap.errors import Refused
+from stagetap.taps import validate_layer_ids
+
+CONNECTOR_NAME = "StageTapConnector"
+"""The name under which the plugin registers its KV connector in vLLM."""
+
+PARAMS_KEY = "stagetap"
+"""The key inside a request's ``kv_transfer_params``."""
+
+MAX_METADATA_BYTES = 64 * 1024
+MAX_SAMPLE_ID_CHARS = 1024
+
+Positive = Annotated[int, msgspec.Meta(gt=0)]
+
+
+class ConnectorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """``kv_connector_extra_config`` of the StageTap connector.
+
+    Attributes:
+        layers: layer ids to capture, in the order in which the reader shall give them back.
+        store: where samples go: a directory or ``file:///directory``.
+        run_id: the name under which this engine stores; generated at start when absent.
+        export_default: whether a request that says nothing exports.
+        slots: number of staging buffers a stage holds.
+        slot_bytes: size of one staging buffer, in bytes.
+        writer_threads: fragments that a stage writes at once.
+        publish_timeout_s: seconds between the end of a request and its commit after which the
+            sample fails.
+    """
+
+    layers: tuple[int, ...]
+    store: str
+    run_id: str | None = None
+    export_default: Literal["on", "off"] = "off"
+    slots: Positive = 8
+    slot_bytes: Positive = 8 * 1024 * 1024
+    writer_threads: Positive = 4
+    publish_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 120.0
+
+
+class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """``kv_transfer_params["stagetap"]`` of one request.
+
+    Attributes:
+        sample_id: name of the sample; generated when absent.
+        export: whether this request exports; present and absent mean yes, ``False`` means no.
+        include_output: rows for the output tokens too (prompt + output - 1).
+        prefill_only: end the request when its prompt is done.
+        completion: ``committed`` withholds the final output until the sample is readable,
+            ``accepted`` does not.
+        metadata: JSON kept with the sample, at most 64 KiB.
+    """
+
+    sample_id: str | None = None
+    export: bool = True
+    include_output: bool = False
+    prefill_only: bool = False
+    completion: Literal["committed", "accepted"] = "committed"
+    metadata: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+def connector_options(extra_config: Mapping[str, Any]) -> ConnectorOptions:
+    """Read and check the connector's options.
+
+    Raises:
+        Refused: an unknown, missing or ill-typed option, named.
+    """
+    options = _convert(extra_config, ConnectorOptions, "connector option")
+    layers = validate_layer_ids(options.layers)
+    for name in ("store", "run_id"):
+        if getattr(options, name) == "":
+            raise Refused(f"connector option {name} is empty")
+    return msgspec.structs.replace(options, layers=layers)
+
+
+def request_options(params: Any) -> RequestOptions:
+    """Read and check the options of one request.
+
+    Raises:
+        Refused: an unknown key, a wrong type, or options that contradict each other, named.
+    """
+    options = _convert(params, RequestOptions, f"kv_transfer_params.{PARAMS_KEY}")
+    where = f"kv_transfer_params.{PARAMS_KEY}"
+    if options.sample_id is not None and not 0 < len(options.sample_id) <= MAX_SAMPLE_ID_CHARS:
+        raise Refused(
+            f"{where}.sample_id must have 1 to {MAX_SAMPLE_ID_CHARS} characters, "
+            f"not {len(options.sample_id)}"
+        )
+    if options.prefill_only and options.include_output:
+        raise Refused(f"{where}: prefill_only and include_output contradict each other; drop one")
+    if options.prefill_only:
+        raise Refused(
+            f"{where}.prefill_only is not in this version; set max_tokens to 1 to capture a prompt"
+        )
+    try:
+        size = len(json.dumps(options.metadata, allow_nan=False).encode())
+    except (TypeError, ValueError) as error:
+        raise Refused(f"{where}.metadata is not JSON: {error}") from None
+    if size > MAX_METADATA_BYTES:
+        raise Refused(
+            f"{where}.metadata has {size} bytes of JSON; at most {MAX_METADATA_BYTES} are kept"
+        )
+    return options
+
+
+def _convert(data: Any, kind: type[Any], where: str) -> Any:
+    """Convert strictly; say which field is wrong and, for an unknown one, which exist."""
+    if not isinstance(data, Mapping):
+        raise Refused(f"{where} must be an object, not {type(data).__name__}")
+    names = kind.__struct_fields__
+    unknown = sorted(str(key) for key in data if key not in names)
+    if unknown:
+        raise Refused(f"{where}: unknown key {unknown[0]!r}; known are {', '.join(names)}")
+    values = dict(data)
+    if "layers" in names and isinstance(values.get("layers"), (list, tuple)):
+        # Checked by the tap rules, whose messages say what a layer id is.
+        values["layers"] = validate_layer_ids(values["layers"])
+    try:
+        return msgspec.convert(values, kind, strict=True)
+    except msgspec.ValidationError as error:
+        raise Refused(f"{where}: {_readable(str(error))}") from None
+
+
+def _readable(message: str) -> str:
+    """``Expected `int`, got `str` - at `$.slots``` -> ``slots: expected int, got str``."""
+    what, _, place = message.partition(" - at `$.")
+    what = what.replace("`", "")
+    return f"{place.rstrip('`')}: {what[0].lower()}{what[1:]}" if place else what

@@ -1,0 +1,142 @@
+"""Which taps exist, in which order they were asked for, and which stage owns each. Pure rules.
+
+A tap (layer id) ``k`` is the residual stream after decoder layer ``k - 1`` ran, before any final
+norm: 0 is the embedding output, ``N`` (``num_hidden_layers``) the last one. A stage that runs the
+layers ``[start, end)`` owns the ids ``start < k <= end``, and the first stage owns 0 as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from stagetap.errors import Refused
+
+ID_CONVENTION = "after-layer"
+"""Written into every manifest: id ``k`` is the stream after decoder layer ``k - 1``."""
+
+STREAM_RESIDUAL = "residual"
+NORM_STATE = "pre_norm"
+
+Role = Literal["aux", "last"]
+
+
+def validate_layer_ids(layers: Any, num_hidden_layers: int | None = None) -> tuple[int, ...]:
+    """Check asked layer ids and return them in the order in which they were asked for.
+
+    ``num_hidden_layers`` is N; without it only the upper bound goes unchecked.
+
+    Raises:
+        Refused: not a list, empty, a bool or another non-integer, negative, repeated, or above N.
+    """
+    if isinstance(layers, (str, bytes)) or not isinstance(layers, Sequence):
+        raise Refused(f"layers must be a list of layer ids such as [2, 15, 27], not {layers!r}")
+    if not layers:
+        raise Refused("layers is empty: name at least one layer id, such as [2, 15, 27]")
+    for layer in layers:
+        if isinstance(layer, bool) or not isinstance(layer, int):
+            raise Refused(f"layers: {layer!r} is not a layer id; ids are integers such as 15")
+        if layer < 0:
+            raise Refused(f"layers: {layer} is negative; ids count up from 0, the embedding output")
+        if num_hidden_layers is not None and layer > num_hidden_layers:
+            raise Refused(
+                f"layers: {layer} is above {num_hidden_layers}, the last id of this model "
+                f"with {num_hidden_layers} decoder layers; ask for ids from 0 to "
+                f"{num_hidden_layers}"
+            )
+    repeated = sorted({layer for layer in layers if list(layers).count(layer) > 1})
+    if repeated:
+        raise Refused(f"layers: {repeated[0]} is asked for more than once; name each id once")
+    return tuple(layers)
+
+
+def parse_layer_ids(text: str) -> tuple[int, ...]:
+    """Read layer ids from a command line: ``"2,15,27,30"``.
+
+    Raises:
+        Refused: as :func:`validate_layer_ids`, and for anything but integers between commas.
+    """
+    ids: list[int] = []
+    for part in text.split(",") if text.strip() else []:
+        try:
+            ids.append(int(part))
+        except ValueError:
+            raise Refused(
+                f"layers: {part.strip()!r} is not a layer id; write ids between commas, "
+                "such as 2,15,27,30"
+            ) from None
+    return validate_layer_ids(ids)
+
+
+def owned_ids(start: int, end: int, asked: Sequence[int]) -> tuple[int, ...]:
+    """The asked ids that a stage running layers ``[start, end)`` owns, ascending."""
+    return tuple(sorted(k for k in asked if start < k <= end or (k == 0 and start == 0 < end)))
+
+
+def role_of(layer_id: int, num_hidden_layers: int) -> Role:
+    """``last`` for id N, ``aux`` for every other one."""
+    return "last" if layer_id == num_hidden_layers else "aux"
+
+
+@dataclass(frozen=True)
+class StageTaps:
+    """What one worker says that it will capture: its layers ``[start, end)`` and its ids."""
+
+    start: int
+    end: int
+    layer_ids: tuple[int, ...]
+
+
+def check_ownership(
+    asked: Sequence[int], num_hidden_layers: int, workers: Mapping[tuple[int, int], StageTaps]
+) -> tuple[StageTaps, ...]:
+    """Turn what every worker will capture into one answer per stage, in stage order.
+
+    Args:
+        asked: the asked layer ids.
+        num_hidden_layers: N.
+        workers: what each worker will capture, by ``(pipeline rank, tensor-parallel rank)``.
+
+    Raises:
+        Refused: ranks of one stage differ, a stage is missing, the stages do not cover the
+            layers ``[0, N)`` one after the other, or an asked id has no owner or two.
+    """
+    stages: list[StageTaps] = []
+    for stage in range(max(pp for pp, _ in workers) + 1):
+        answers = {taps for (pp, _), taps in workers.items() if pp == stage}
+        if not answers:
+            raise Refused(f"stage {stage} did not say which taps it captures; restart the engine")
+        if len(answers) > 1:
+            raise Refused(
+                f"the tensor-parallel ranks of stage {stage} would capture different taps: "
+                f"{sorted(taps.layer_ids for taps in answers)}; every rank must run one "
+                "configuration"
+            )
+        stages.append(answers.pop())
+
+    expected_start = 0
+    for stage, taps in enumerate(stages):
+        if taps.start != expected_start or taps.end < taps.start:
+            raise Refused(
+                f"stage {stage} runs layers [{taps.start}, {taps.end}) where layer "
+                f"{expected_start} comes next; every node must run one pipeline partition"
+            )
+        expected_start = taps.end
+    if expected_start != num_hidden_layers:
+        raise Refused(
+            f"the stages run {expected_start} layers of {num_hidden_layers}; every node must run "
+            "one pipeline partition"
+        )
+
+    for layer in asked:
+        owners = [stage for stage, taps in enumerate(stages) if layer in taps.layer_ids]
+        if len(owners) != 1:
+            raise Refused(
+                f"tap {layer} would be captured by "
+                f"{'no stage' if not owners else f'stages {owners}'}, not by exactly one"
+            )
+    surplus = {k for taps in stages for k in taps.layer_ids} - set(asked)
+    if surplus:
+        raise Refused(f"stages would capture taps {sorted(surplus)} that nobody asked for")
+    return tuple(stages)
