@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stagetap.errors import Refused
+from stagetap.errors import Refused, StageTapError
 from stagetap.patchstack.gitrun import Contents
 from stagetap.patchstack.locate import Package, find_vllm, patches_root, pinned_versions
-from stagetap.patchstack.records import is_only_record, read_records, recorded
+from stagetap.patchstack.records import is_only_record, keep_only, read_records, recorded
 from stagetap.patchstack.series import Series, read_series
 from stagetap.patchstack.swap import exclusive, swap, sweep
 from stagetap.patchstack.tree import (
@@ -81,7 +81,7 @@ def apply(vllm: Path | None = None, patches: Path | None = None) -> Status:
             pristine = pristine_contents(present, known)
             wanted = {**pristine, **patched_contents(pristine, series)}
         changed = _replace(package, series, present, wanted)
-    return _judge(package, series, changed)
+    return _outcome(package, series, wanted, changed)
 
 
 def revert(vllm: Path | None = None, patches: Path | None = None) -> Status:
@@ -94,7 +94,7 @@ def revert(vllm: Path | None = None, patches: Path | None = None) -> Status:
         _, series, pristine = pristine_package(package.path, patches)
         present = read_touched(package, _known(package, series))
         changed = _replace(package, None, present, pristine)
-    return _judge(package, series, changed)
+    return _outcome(package, series, pristine, changed)
 
 
 def verify(vllm: Path | None = None, patches: Path | None = None) -> Status:
@@ -131,9 +131,17 @@ def pristine_package(
     return package, series, pristine_contents(read_touched(package, known), known)
 
 
-def _judge(package: Package, series: Series, changed: Sequence[str] = ()) -> Status:
+def _judge(package: Package, series: Series) -> Status:
     known = _known(package, series)
     files = file_states(read_touched(package, known), series, known)
+    return Status(package, series, overall_state(files, series), files)
+
+
+def _outcome(
+    package: Package, series: Series, written: Contents, changed: Sequence[str]
+) -> Status:
+    """The status that follows from what was written; the disk has no say in it any more."""
+    files = file_states({path: written[path] for path in series.paths}, series, [series])
     return Status(package, series, overall_state(files, series), files, tuple(changed))
 
 
@@ -169,13 +177,20 @@ def _replace(
     """Swap what differs; the record of ``series`` becomes the only one. Returns the changes."""
     changed = [path for path in wanted if wanted[path] != present[path]]
     try:
-        sweep(package.file(path) for path in wanted)
         if changed or not is_only_record(package, series):
             _check_writable([package.path, *(package.file(path).parent for path in changed)])
             with recorded(package, series):
                 swap({package.file(path): wanted[path] for path in changed})
     except OSError as error:
         raise Refused(f"cannot patch {package.path}, nothing was changed: {error}") from error
+    try:
+        sweep(package.file(path) for path in wanted)
+        keep_only(package, series)
+    except OSError as error:
+        raise StageTapError(
+            f"{package.path} is changed as asked, but aids of the change cannot be removed: "
+            f"{error}; run the command again"
+        ) from error
     return changed
 
 

@@ -13,22 +13,18 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from stagetap.patchstack.locate import Package
-from stagetap.patchstack.series import Series, SeriesError, read_series, write_series
+from stagetap.patchstack.series import Series, has_lock, read_series, write_series
 
 _FOLDER = ".stagetap"
 
 
 def read_records(package: Package) -> list[Series]:
-    """The recorded series for this vLLM version; what cannot be read is as good as absent."""
-    records = []
-    for folder in sorted(_root(package).glob("*")):
-        try:
-            series = read_series(folder)
-        except SeriesError:
-            continue  # a record whose writer was killed: nothing was applied from it yet
-        if series.version == package.version:
-            records.append(series)
-    return records
+    """The recorded series for this vLLM version. Raises SeriesError on a damaged record."""
+    # The lock is written last: a record without it is of a run that was killed before it changed
+    # anything. Any other record that cannot be read may be the only key to the files as they are.
+    complete = (folder for folder in sorted(_root(package).glob("*")) if has_lock(folder))
+    records = (read_series(folder) for folder in complete)
+    return [series for series in records if series.version == package.version]
 
 
 def is_only_record(package: Package, series: Series | None) -> bool:
@@ -40,22 +36,26 @@ def is_only_record(package: Package, series: Series | None) -> bool:
 
 @contextlib.contextmanager
 def recorded(package: Package, series: Series | None) -> Iterator[None]:
-    """Record ``series`` before its first file is put in place, forget all others after the last.
+    """Record ``series`` while the body puts its files in place.
 
-    In between both the old series and the new one are on record, so that a mixture of their
-    files can be told. When the body raises, the records are what they were.
+    The older records stay, so that a mixture of old and new files can be told; ``keep_only``
+    removes them afterwards. When the body raises, the records are what they were.
     """
     root = _root(package)
     before = set(root.glob("*"))
-    keep = None if series is None else _folder(package, series)
     try:
-        if series is not None and keep is not None:
-            write_series(series, keep)
+        if series is not None:
+            write_series(series, _folder(package, series))
         yield
     except BaseException:
         _remove(root, set(root.glob("*")) - before)
         raise
-    _remove(root, set(root.glob("*")) - {keep})
+
+
+def keep_only(package: Package, series: Series | None) -> None:
+    """Forget every record but that of ``series``; all of them for None."""
+    keep = set() if series is None else {_folder(package, series)}
+    _remove(_root(package), set(_root(package).glob("*")) - keep)
 
 
 def _remove(root: Path, folders: Iterable[Path]) -> None:

@@ -144,8 +144,13 @@ def read_series(folder: Path) -> Series:
     return series
 
 
+def has_lock(folder: Path) -> bool:
+    """Whether ``write_series`` got to its end in this folder."""
+    return (folder / LOCK_FILE).exists()
+
+
 def write_series(series: Series, folder: Path) -> None:
-    """Write ``series``, the patches and the lock; remove patches that the series does not name."""
+    """Write ``series``, the patches and, last, the lock; remove patches that are not named."""
     folder.mkdir(parents=True, exist_ok=True)
     names = [patch.name for patch in series.patches]
     for stale in set(folder.glob("*.patch")) - {folder / name for name in names}:
@@ -165,5 +170,8 @@ def _write_changed(path: Path, data: bytes) -> None:
     """Leave equal files alone, so that an export without changes touches nothing."""
     if not path.exists() or path.read_bytes() != data:
         staged = path.with_name(f".{path.name}.new")
-        staged.write_bytes(data)
+        with staged.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(staged, path)

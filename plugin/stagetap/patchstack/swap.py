@@ -32,10 +32,12 @@ def swap(new: Mapping[Path, bytes | None]) -> None:
     Each file then changes by one rename: a reader sees the old file or the new one, and a copy
     that shares the inode (package managers hard-link from their caches) keeps its bytes. When
     anything is raised half-way, every file gets its old bytes back before the error goes on.
+    The old copies stay beside the files until ``sweep`` is called.
 
     Raises OSError, naming the file.
     """
     done: list[Path] = []
+    sweep(new)
     try:
         for path, data in new.items():
             _stage(path, data)
@@ -48,13 +50,12 @@ def swap(new: Mapping[Path, bytes | None]) -> None:
     except BaseException:
         for path in reversed(done):
             _restore(path)
-        raise
-    finally:
         sweep(new)
+        raise
 
 
 def sweep(paths: Iterable[Path]) -> None:
-    """Remove what a killed swap of these files may have left beside them."""
+    """Remove what a swap of these files, finished or killed, left beside them."""
     for path in paths:
         for suffix in (_NEW, _OLD):
             if (left := _beside(path, suffix)).exists():  # unlink alone fails on a read-only disk
