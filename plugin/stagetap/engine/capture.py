@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import nn
     from vllm.config import VllmConfig
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own name
 
 
 class TapCacheLayer(CacheOnlyAttentionLayer):

@@ -47,7 +47,7 @@ class StageTapConnector(KVConnectorBase_V1, SupportsHMA):
             check_series()
             options = options_of(vllm_config)
             if role == KVConnectorRole.SCHEDULER:
-                self.scheduler_side = SchedulerSide(vllm_config, kv_cache_config, options)
+                self.scheduler_side = SchedulerSide(vllm_config, options)
             else:
                 self._worker = WorkerSide(vllm_config, kv_cache_config, options)
 

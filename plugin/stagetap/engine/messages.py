@@ -27,7 +27,8 @@ class WorkerFacts(KVConnectorHandshakeMetadata):
         taps: the layers that this worker runs and the ids that it will capture.
         dtype: dtype of its taps, as vLLM spells it without ``torch.``.
         hidden_size: width of a tap.
-        layer_name: name of its tap cache layer, None when it owns no tap.
+        cache_group: which of vLLM's KV cache groups holds its taps, None when it owns no tap.
+        block_size: tokens in a page of that group.
         weights_fingerprint: what it loaded; must be the same everywhere.
         series_digest: which patch series its vLLM carries.
         nonce: name under which it left a mark in the store, to be found by the scheduler side.
@@ -36,7 +37,8 @@ class WorkerFacts(KVConnectorHandshakeMetadata):
     taps: StageTaps
     dtype: str
     hidden_size: int
-    layer_name: str | None
+    cache_group: int | None
+    block_size: int
     weights_fingerprint: str
     series_digest: str
     nonce: str
@@ -51,7 +53,7 @@ class SaveOrder:
         ref: run, sample and attempt.
         token_count: number of rows T.
         token_ids: int64 ``[T]``.
-        block_ids: the request's pages in each tap cache, by the cache layer's name.
+        block_ids: the request's pages in token order, by KV cache group.
         input_ids_stage: the stage whose fragment also holds the token ids.
     """
 
@@ -59,7 +61,7 @@ class SaveOrder:
     ref: SampleRef
     token_count: int
     token_ids: np.ndarray
-    block_ids: dict[str, list[int]]
+    block_ids: dict[int, list[int]]
     input_ids_stage: int
 
 

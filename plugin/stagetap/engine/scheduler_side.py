@@ -28,8 +28,7 @@ from stagetap.engine.series import check_series
 from stagetap.errors import Refused, StageTapError
 from stagetap.manifest import MANIFEST_VERSION, Fragment, Manifest, Tapped, token_digest
 from stagetap.options import ConnectorOptions, RequestOptions, request_options
-from stagetap.stores import open_store_committer
-from stagetap.stores.base import Invariant, SampleRef
+from stagetap.stores.base import Invariant, SampleRef, open_store_committer
 from stagetap.taps import (
     ID_CONVENTION,
     NORM_STATE,
@@ -41,12 +40,11 @@ from stagetap.taps import (
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
-    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
     from stagetap.publish.publisher import FragmentReport
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own name
 
 FINISHED_WELL = (
     RequestStatus.FINISHED_STOPPED,
@@ -104,24 +102,14 @@ class SchedulerSide:
         StoreError: the store cannot be reached or written.
     """
 
-    def __init__(
-        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: ConnectorOptions
-    ):
+    def __init__(self, vllm_config: VllmConfig, options: ConnectorOptions):
         self._config = vllm_config
         self._options = options
         self._run_id = options.run_id or _new_run_id()
         self._fingerprint = checkpoint_fingerprint(vllm_config)
         self._store = open_store_committer(options.store)
         self._committer = ThreadPoolExecutor(1, thread_name_prefix="stagetap-commit")
-        self._groups = {
-            name: group
-            for group, spec in enumerate(kv_cache_config.kv_cache_groups)
-            for name in spec.layer_names
-        }
-        self._block_sizes = [
-            group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups
-        ]
-        self._owners: dict[int, str] = {}  # owning stage -> name of its tap cache layer
+        self._owners: dict[int, WorkerFacts] = {}  # owning stage -> what its first rank said
         self._tapped: Tapped | None = None
         self._samples: dict[str, _Sample] = {}  # by request id
         self._by_ref: dict[SampleRef, _Sample] = {}
@@ -145,21 +133,19 @@ class SchedulerSide:
                 raise Refused(f"worker {rank} is not StageTap's: it said {type(said).__name__}")
             facts[rank] = said
         self._check_equal(facts)
-        for fact in facts.values():
-            self._store.check_nonce(fact.nonce)
         model = self._config.model_config
         total = model.get_total_num_hidden_layers()
         stages = check_ownership(
             self._options.layers, total, {rank: fact.taps for rank, fact in facts.items()}
         )
-        names = {stage: fact.layer_name for (stage, _), fact in facts.items()}
         self._owners = {
-            stage: name for stage, name in sorted(names.items()) if name is not None
+            stage: fact
+            for (stage, rank), fact in sorted(facts.items())
+            if rank == 0 and fact.cache_group is not None
         }
         first = next(iter(facts.values()))
         self._tapped = self._describe(first, stages, total)
         self._store.begin_run(
-            self._run_id,
             Invariant(
                 weights_fingerprint=self._fingerprint,
                 layer_ids=self._options.layers,
@@ -169,6 +155,7 @@ class SchedulerSide:
                 hidden_size=first.hidden_size,
                 num_hidden_layers=total,
             ),
+            uuid.uuid4().hex,
         )
         logger.info(
             "stagetap: run %s, taps %s owned by %s, store %s",
@@ -249,7 +236,7 @@ class SchedulerSide:
             )
         sample = _Sample(
             request_id=request.request_id,
-            ref=SampleRef(self._run_id, sample_id, uuid.uuid4().hex[:16]),
+            ref=SampleRef(run_id=self._run_id, sample_id=sample_id, attempt=uuid.uuid4().hex[:16]),
             options=options,
             prompt_token_count=request.num_prompt_tokens,
         )
@@ -305,16 +292,15 @@ class SchedulerSide:
     def _order(
         self, sample: _Sample, request: Request, rows: int, block_ids: tuple[list[int], ...]
     ) -> SaveOrder:
-        pages = {}
-        for stage, name in self._owners.items():
-            group = self._groups[name]
-            pages[name] = list(block_ids[group])
-            block_size = self._block_sizes[group]
-            if len(pages[name]) * block_size < rows or request.num_computed_tokens < rows:
+        pages: dict[int, list[int]] = {}
+        for stage, fact in self._owners.items():
+            assert fact.cache_group is not None
+            own = pages[fact.cache_group] = list(block_ids[fact.cache_group])
+            if len(own) * fact.block_size < rows or request.num_computed_tokens < rows:
                 raise StageTapError(
                     f"sample {sample.ref.sample_id!r}, stage {stage}: {rows} rows asked for, but "
-                    f"{request.num_computed_tokens} tokens ran and {len(pages[name])} pages of "
-                    f"{block_size} tokens are there"
+                    f"{request.num_computed_tokens} tokens ran and {len(own)} pages of "
+                    f"{fact.block_size} tokens are there"
                 )
         return SaveOrder(
             request_id=request.request_id,

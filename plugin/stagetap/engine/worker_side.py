@@ -10,14 +10,15 @@ from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_paral
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.logger import init_logger
 
-from stagetap.engine.capture import installed_capture
+from stagetap.engine.capture import TapCacheLayer, installed_capture
 from stagetap.engine.checkpoint import checkpoint_fingerprint
 from stagetap.engine.messages import FragmentReports, SaveOrder, SaveOrders, WorkerFacts
 from stagetap.engine.pages import page_reader
 from stagetap.engine.series import check_series
 from stagetap.manifest import Layer
+from stagetap.publish.pool import check_slot_bytes
 from stagetap.publish.publisher import FragmentJob, FragmentReport, Publisher
-from stagetap.stores import open_store_writer
+from stagetap.stores.base import open_store_writer
 from stagetap.taps import role_of
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from stagetap.options import ConnectorOptions
     from stagetap.stores.base import SampleRef
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own name
 
 MIB = 1024 * 1024
 DRAIN_SECONDS = 10.0
@@ -50,14 +51,15 @@ class WorkerSide:
         self._stage: int = get_pp_group().rank_in_group
         self._capture = installed_capture(vllm_config)
         self._layer = self._capture.layer
+        group = _cache_group(kv_cache_config, self._layer)
         store = open_store_writer(options.store)
         nonce = uuid.uuid4().hex
-        store.write_nonce(nonce)
         self.facts = WorkerFacts(
             taps=self._capture.taps,
             dtype=str(vllm_config.model_config.dtype).removeprefix("torch."),
             hidden_size=vllm_config.model_config.get_hidden_size(),
-            layer_name=self._layer.layer_name if self._layer else None,
+            cache_group=group,
+            block_size=kv_cache_config.kv_cache_groups[group or 0].kv_cache_spec.block_size,
             weights_fingerprint=checkpoint_fingerprint(vllm_config),
             series_digest=check_series(),
             nonce=nonce,
@@ -71,9 +73,11 @@ class WorkerSide:
                 slot_bytes=options.slot_bytes,
                 writer_threads=options.writer_threads,
                 pin_memory=torch.cuda.is_available(),
-                row_bytes=len(self._capture.taps.layer_ids)
-                * self.facts.hidden_size
-                * vllm_config.model_config.dtype.itemsize,
+            )
+            taps = len(self._capture.taps.layer_ids)
+            check_slot_bytes(
+                options.slot_bytes,
+                taps * self.facts.hidden_size * vllm_config.model_config.dtype.itemsize,
             )
         self._pages = torch.empty(0)  # [num_blocks, L, block_size, H], set by register_pages
         self._step_has_tokens = False
@@ -104,7 +108,8 @@ class WorkerSide:
     def _log_capacity(self) -> None:
         num_blocks, _, block_size, _ = self._pages.shape
         tap_bytes = self._pages.numel() * self._pages.element_size()
-        all_bytes = sum(tensor.size for tensor in self._kv_cache_config.kv_cache_tensors)
+        # Every tensor says the size of the one allocation that it lies in.
+        all_bytes = max(tensor.size for tensor in self._kv_cache_config.kv_cache_tensors)
         with_taps = num_blocks * block_size
         without = with_taps * all_bytes // max(all_bytes - tap_bytes, 1)
         logger.info(
@@ -158,7 +163,7 @@ class WorkerSide:
                 )
 
     def _job(self, order: SaveOrder) -> FragmentJob:
-        assert self._layer is not None
+        assert self.facts.cache_group is not None
         taps = self._capture.taps.layer_ids
         total = self._config.model_config.get_total_num_hidden_layers()
         return FragmentJob(
@@ -168,7 +173,7 @@ class WorkerSide:
             dtype=self._pages.dtype,
             shape=(order.token_count, len(taps), self.facts.hidden_size),
             token_ids=order.token_ids if order.input_ids_stage == self._stage else None,
-            gather=page_reader(self._pages, order.block_ids[self._layer.layer_name]),
+            gather=page_reader(self._pages, order.block_ids[self.facts.cache_group]),
         )
 
     def take_released(self) -> set[str]:
@@ -195,3 +200,15 @@ class WorkerSide:
             return
         for ref in self._publisher.shutdown(DRAIN_SECONDS):
             logger.error("stagetap: %s was still being written at shutdown; it is lost", ref)
+
+
+def _cache_group(kv_cache_config: KVCacheConfig, layer: TapCacheLayer | None) -> int | None:
+    """Index of the KV cache group that holds a layer; the same on the scheduler side."""
+    if layer is None:
+        return None
+    (group,) = (
+        index
+        for index, spec in enumerate(kv_cache_config.kv_cache_groups)
+        if layer.layer_name in spec.layer_names
+    )
+    return group
