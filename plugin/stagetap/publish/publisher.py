@@ -200,7 +200,7 @@ class Publisher:
             try:
                 raw = slot.buffer[: (end - start) * row_bytes]
                 job.gather(start, end, raw.view(job.dtype).view(end - start, *job.shape[1:]))
-                rows = raw.numpy()
+                rows = memoryview(raw.numpy())
                 checksum.update(rows)
                 writer.write(rows)
             finally:

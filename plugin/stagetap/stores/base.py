@@ -66,7 +66,7 @@ class StoredFragment:
 class FragmentWriter(Protocol):
     """Writes one fragment, from one thread. Ends with exactly one of `finish` and `abort`."""
 
-    def write(self, rows: memoryview | np.ndarray) -> None:
+    def write(self, rows: memoryview) -> None:
         """Append whole rows, as contiguous bytes. The buffer is free again on return.
 
         Raises StoreError.

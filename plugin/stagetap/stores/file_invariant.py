@@ -1,0 +1,107 @@
+"""`stagetap.json`: the one file that says what kind of data a store holds."""
+
+import os
+
+import msgspec
+
+from stagetap.errors import ForeignStore, Refused, UnknownVersion
+from stagetap.stores.base import STORE_VERSION, Invariant
+from stagetap.stores.file_io import (
+    SCRATCH_PREFIX,
+    fsync_directory,
+    listed,
+    naming,
+    remove_if_there,
+    scratch_path,
+    write_scratch,
+)
+from stagetap.stores.file_layout import COMMITS, DELETES, INVARIANT_NAME, NONCES
+from stagetap.stores.kind import difference
+
+
+class _Head(msgspec.Struct):
+    store_version: int
+
+
+# A fresh file system brings the first one along; the others a start that was killed leaves behind.
+_HARMLESS = frozenset({"lost+found", COMMITS, DELETES, NONCES})
+
+
+def read_invariant(root: str) -> Invariant:
+    """What the store at `root` holds. Raises ForeignStore, UnknownVersion or StoreError."""
+    path = os.path.join(root, INVARIANT_NAME)
+    with naming("read", path):
+        try:
+            with open(path, "rb") as file:
+                text = file.read()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise ForeignStore(
+                f"{root} is no StageTap store, it has no {INVARIANT_NAME}: give the directory "
+                "that a capture wrote to",
+                path=root,
+            ) from error
+    try:
+        head = msgspec.json.decode(text, type=_Head)
+        if head.store_version != STORE_VERSION:
+            raise UnknownVersion(
+                f"{path}: store_version is {head.store_version}, this StageTap reads "
+                f"{STORE_VERSION}: use the version that wrote it"
+            )
+        return msgspec.json.decode(text, type=Invariant)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise ForeignStore(
+            f"{path} was not written by StageTap or is damaged ({error}): restore it or give "
+            "another directory",
+            path=path,
+        ) from error
+
+
+def claim(root: str, invariant: Invariant) -> None:
+    """Create `stagetap.json` and the directories beside it, or find one that says the same.
+
+    Raises Refused when the directory holds other data, StoreError when it cannot be written.
+    """
+    path = os.path.join(root, INVARIANT_NAME)
+    if not os.path.lexists(path):
+        _refuse_foreign_directory(root)
+        # Before the file: a store without its logs is damaged, and not merely empty.
+        for name in (COMMITS, DELETES, NONCES):
+            with naming("create", os.path.join(root, name)):
+                os.makedirs(os.path.join(root, name), exist_ok=True)
+        _create_exclusively(root, path, invariant)
+    found = difference(read_invariant(root), invariant)
+    if found is not None:
+        field, ours, theirs = found
+        raise Refused(
+            f"{root} holds data with {field} {ours}, this engine would write {theirs}: give "
+            "another directory"
+        )
+
+
+def _refuse_foreign_directory(root: str) -> None:
+    others = [
+        name
+        for name in listed(root)
+        if not name.startswith(SCRATCH_PREFIX) and name not in _HARMLESS
+    ]
+    # Another engine may have claimed the directory since we looked for its file.
+    if others and INVARIANT_NAME not in others:
+        raise Refused(
+            f"{root} holds other things ({others[0]}) and no {INVARIANT_NAME}: give a new or an "
+            "empty directory"
+        )
+
+
+def _create_exclusively(root: str, path: str, invariant: Invariant) -> None:
+    """Put the whole file in place at once; that somebody else was faster is no error."""
+    text = msgspec.json.format(msgspec.json.encode(invariant), indent=2) + b"\n"
+    scratch = scratch_path(root, INVARIANT_NAME)
+    with naming("write", path, len(text)):
+        try:
+            write_scratch(scratch, text)
+            os.link(scratch, path)
+            fsync_directory(root)
+        except FileExistsError:
+            return
+        finally:
+            remove_if_there(scratch)

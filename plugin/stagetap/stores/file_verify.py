@@ -1,0 +1,219 @@
+"""Look at every byte of a file store, and sweep what no commit names."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from stagetap.errors import Refused, SampleError, StageTapError, StoreError
+from stagetap.stores.base import CommitEntry, file_root
+from stagetap.stores.checks import check_kind, check_payload, check_tokens
+from stagetap.stores.file_io import SCRATCH_PREFIX, listed, naming, remove_if_there, try_lock
+from stagetap.stores.file_layout import COMMITS, INVARIANT_NAME, LOG_SUFFIX, NONCES, TOP_LEVEL
+from stagetap.stores.file_reader import FileStoreReader
+from stagetap.stores.file_removal import attempt_directory, is_ours, remove_attempt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One thing that is wrong; `kind` is the name of the exception that reading it raises."""
+
+    kind: str
+    message: str
+    run_id: str | None = None
+    sample_id: str | None = None
+    stage: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Orphan:
+    """Something that no commit names: a path relative to the store."""
+
+    path: str
+    size_bytes: int
+
+
+@dataclass(kw_only=True)
+class VerifyReport:
+    """`samples` and `bytes` (hidden states alone) are of what is whole and counts.
+
+    `duplicates`: commits of an id that has an earlier commit. `orphans`: attempts without a commit
+    and other leftovers; those of `live_writers` may still be in flight. `swept_bytes` is None
+    unless gc was asked for.
+    """
+
+    samples: int = 0
+    bytes: int = 0
+    problems: list[Problem] = field(default_factory=list)
+    duplicates: list[CommitEntry] = field(default_factory=list)
+    orphans: list[Orphan] = field(default_factory=list)
+    live_writers: list[str] = field(default_factory=list)
+    swept_bytes: int | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether every committed sample is whole. Duplicates and orphans harm nobody."""
+        return not self.problems
+
+
+def verify_store(
+    uri: str | os.PathLike[str],
+    checksums: bool = True,
+    gc: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> VerifyReport:
+    """Check all samples of a store; with `gc`, remove what no commit names.
+
+    `progress(done, total)` is called after every sample. Raises ForeignStore, UnknownVersion,
+    StoreError, and with `gc` Refused while a writer lives or while a log cannot be read.
+    """
+    root = file_root(uri)
+    reader = FileStoreReader(root)
+    lock_fd = _lock_for_sweeping(root) if gc else -1
+    try:
+        return _verify(root, reader, checksums, gc, progress)
+    finally:
+        if gc:
+            os.close(lock_fd)
+
+
+def _verify(
+    root: str,
+    reader: FileStoreReader,
+    checksums: bool,
+    gc: bool,
+    progress: Callable[[int, int], None] | None,
+) -> VerifyReport:
+    report = VerifyReport(live_writers=_live_writers(root))
+    try:
+        commits, deletes = reader.poll()
+    except StoreError as error:
+        if gc:
+            raise Refused(f"nothing was swept, the commits cannot all be read: {error}") from error
+        # Without all the commits nothing can be said about what is whole or left over.
+        report.problems.append(Problem(kind=type(error).__name__, message=str(error)))
+        return report
+    gone = {(d.run_id, d.sample_id, d.attempt) for d in deletes}
+    kept = [c for c in commits if (c.run_id, c.sample_id, c.attempt) not in gone]
+    winners, report.duplicates = _winners(kept)
+    for done, entry in enumerate(winners, start=1):
+        _verify_sample(reader, entry, checksums, report)
+        if progress is not None:
+            progress(done, len(winners))
+    named = {attempt_directory(entry) for entry in kept}
+    report.orphans = _orphans(root, named)
+    if gc:
+        report.swept_bytes = _sweep(root, report.orphans)
+    return report
+
+
+def _winners(commits: list[CommitEntry]) -> tuple[list[CommitEntry], list[CommitEntry]]:
+    """The earliest commit of every sample id, and the others."""
+    seen: set[tuple[str, str]] = set()
+    winners: list[CommitEntry] = []
+    others: list[CommitEntry] = []
+    for entry in sorted(commits, key=lambda entry: entry.order):
+        key = (entry.run_id, entry.sample_id)
+        (others if key in seen else winners).append(entry)
+        seen.add(key)
+    return winners, others
+
+
+def _verify_sample(
+    reader: FileStoreReader, entry: CommitEntry, checksums: bool, report: VerifyReport
+) -> None:
+    size_bytes = 0
+    try:
+        manifest = reader.manifest(entry)
+        check_kind(reader.invariant, manifest)
+        for fragment in manifest.fragments:
+            stored = reader.fragment(manifest, fragment)
+            if stored.input_ids is not None:
+                check_tokens(manifest, fragment, stored.input_ids)
+            if checksums:
+                check_payload(manifest, fragment, stored.payload)
+            size_bytes += fragment.byte_size
+    except StageTapError as error:
+        report.problems.append(
+            Problem(
+                kind=type(error).__name__,
+                message=str(error),
+                run_id=entry.run_id,
+                sample_id=entry.sample_id,
+                stage=error.stage if isinstance(error, SampleError) else None,
+            )
+        )
+        return
+    report.samples += 1
+    report.bytes += size_bytes
+
+
+def _live_writers(root: str) -> list[str]:
+    """The writers whose log is locked, which is as long as they live."""
+    live = []
+    for name in listed(os.path.join(root, COMMITS)):
+        path = os.path.join(root, COMMITS, name)
+        if name.endswith(LOG_SUFFIX):
+            with naming("lock", path):
+                fd = os.open(path, os.O_RDONLY)
+                try:
+                    if not try_lock(fd, exclusive=False):
+                        live.append(name.removesuffix(LOG_SUFFIX))
+                finally:
+                    os.close(fd)
+    return live
+
+
+def _lock_for_sweeping(root: str) -> int:
+    """Keep all writers out; return the open file that does so. Raises Refused or StoreError."""
+    path = os.path.join(root, INVARIANT_NAME)
+    with naming("lock", path):
+        fd = os.open(path, os.O_RDWR)
+    try:
+        with naming("lock", path):
+            if try_lock(fd, exclusive=True):
+                return fd
+        writers = ", ".join(_live_writers(root)) or "another process"
+        raise Refused(f"{root} is in use by {writers}: sweep it when that has ended")
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _orphans(root: str, named: set[str]) -> list[Orphan]:
+    """Attempts that no commit names, scratch files, and nonces of engines that have ended."""
+    attempts = [
+        os.path.join(run, sample, attempt)
+        for run in _directories(root)
+        if run not in TOP_LEVEL
+        for sample in _directories(os.path.join(root, run))
+        for attempt in _directories(os.path.join(root, run, sample))
+    ]
+    paths = [
+        path for path in attempts if path not in named and is_ours(listed(os.path.join(root, path)))
+    ]
+    paths += [os.path.join(NONCES, name) for name in listed(os.path.join(root, NONCES))]
+    paths += [name for name in listed(root) if name.startswith(SCRATCH_PREFIX)]
+    return [Orphan(path=path, size_bytes=_size_bytes(os.path.join(root, path))) for path in paths]
+
+
+def _directories(path: str) -> list[str]:
+    """The real directories in `path`; a link may lead to what is not ours."""
+    children = [(name, os.path.join(path, name)) for name in listed(path)]
+    return [name for name, child in children if os.path.isdir(child) and not os.path.islink(child)]
+
+
+def _size_bytes(path: str) -> int:
+    """The bytes of a file, or of the files in a directory; what vanishes meanwhile has none."""
+    paths = [os.path.join(path, name) for name in listed(path)] or [path]
+    return sum(os.path.getsize(each) for each in paths if os.path.isfile(each))
+
+
+def _sweep(root: str, orphans: list[Orphan]) -> int:
+    for orphan in orphans:
+        path = os.path.join(root, orphan.path)
+        if os.path.isdir(path):
+            remove_attempt(root, orphan.path)
+        else:
+            with naming("remove", path):
+                remove_if_there(path)
+    return sum(orphan.size_bytes for orphan in orphans)
