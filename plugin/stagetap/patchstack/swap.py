@@ -77,9 +77,7 @@ def _stage(path: Path, data: bytes | None) -> None:
             shutil.copymode(path, new)
             _give_owner(new, path)
             _make_newer(new, path)
-    for staged in (old, new):
-        if staged.exists():
-            _sync(staged)
+        _sync(new)
 
 
 def _restore(path: Path) -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
-from unit.patchstack import synthetic
 
 from stagetap.patchstack.series import Series
+from unit.patchstack import synthetic
+
+
+@pytest.fixture(autouse=True)
+def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests kill processes, not the machine: waiting for a busy disk would prove nothing."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 @pytest.fixture(scope="session")

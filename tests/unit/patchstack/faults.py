@@ -8,9 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+# os.replace is os.rename here, unlink is os.remove.
 _CHANGES = frozenset(
-    "open os.rename os.remove os.mkdir os.rmdir os.chmod os.chown os.utime shutil.copyfile".split()
+    f"os.{call}" for call in ("rename", "remove", "mkdir", "rmdir", "chmod", "chown", "utime")
 )
+_WRITING = os.O_WRONLY | os.O_RDWR
 
 
 class _Fuse:
@@ -18,23 +20,25 @@ class _Fuse:
 
     folder: str | None = None
     left = 0
+    reads_count = True
 
     def __call__(self, event: str, arguments: tuple[object, ...]) -> None:
-        if self.folder is None or event not in _CHANGES or not self._concerned(arguments):
+        if self.folder is None or not str(arguments[0]).startswith(self.folder):
             return
-        self.left -= 1
-        if self.left == 0:
-            self.act()
+        if event in _CHANGES or (event == "open" and self._counts(arguments[2])):
+            self.left -= 1
+            if self.left == 0:
+                self.act()
 
-    def _concerned(self, arguments: tuple[object, ...]) -> bool:
-        return any(str(argument).startswith(self.folder or "") for argument in arguments)
+    def _counts(self, flags: object) -> bool:
+        return self.reads_count or (isinstance(flags, int) and bool(flags & _WRITING))
 
     def act(self) -> None:
         raise OSError(28, "injected: no space left on device")
 
 
 _FUSE = _Fuse()
-sys.addaudithook(_FUSE)
+sys.addaudithook(lambda event, arguments: _FUSE(event, arguments or ("",)))
 
 
 @dataclass(frozen=True)
@@ -57,12 +61,13 @@ def fail_at(access: int, folder: Path, action: Callable[[], object]) -> Outcome:
         _FUSE.folder = None
 
 
-def killed_at(access: int, folder: Path, action: Callable[[], object]) -> bool:
-    """Run ``action`` in a child that dies at its ``access``-th access; False when it came through."""
+def killed_at(change: int, folder: Path, action: Callable[[], object]) -> bool:
+    """Let a child die before the ``change``-th change of ``action``; False if it came through."""
     child = os.fork()
     if child == 0:
         _FUSE.act = lambda: os._exit(137)  # type: ignore[method-assign]
-        outcome = fail_at(access, folder, action)
+        _FUSE.reads_count = False
+        outcome = fail_at(change, folder, action)
         os._exit(0 if outcome.error is None else 1)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert code in (0, 137), f"the child failed with {code}"

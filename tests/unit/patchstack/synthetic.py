@@ -11,6 +11,9 @@ from stagetap.patchstack.gitrun import git, write_files
 from stagetap.patchstack.series import Lock, Series, series_digest, write_series
 from stagetap.patchstack.workshop import build_repository, export_repository
 
+# Mode and bytes of every file and folder by relative path; a folder's bytes are None.
+Snapshot = dict[str, tuple[int, bytes | None]]
+
 VERSION = "0.32.0"
 TAGS = """Description: hands over to the plugin
 Origin: vendor
@@ -86,6 +89,7 @@ def add_commit(repository: Path, commit: Commit) -> None:
     for path, edit in commit.edits.items():
         target = repository / path
         if isinstance(edit, str):
+            target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(edit, "utf-8")
         else:
             text = target.read_text("utf-8")
@@ -107,12 +111,12 @@ def make_patches(root: Path, series: Series) -> Path:
     return root
 
 
-def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """Mode and bytes of every file, and mode of every folder: what a revert must give back."""
+def snapshot(folder: Path) -> Snapshot:
+    """What a revert must give back."""
     return {
         path.relative_to(folder).as_posix(): (
             stat.S_IMODE(path.lstat().st_mode),
-            b"" if path.is_dir() else path.read_bytes(),
+            None if path.is_dir() else path.read_bytes(),
         )
         for path in sorted(folder.rglob("*"))
     }

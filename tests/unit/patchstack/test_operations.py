@@ -13,12 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from unit.patchstack.faults import fail_at, killed_at
-from unit.patchstack.synthetic import PRISTINE, make_package, make_patches, snapshot
 
 from stagetap.errors import Refused
 from stagetap.patchstack import operations
 from stagetap.patchstack.series import Series, SeriesError, sha256
+from unit.patchstack.faults import fail_at, killed_at
+from unit.patchstack.synthetic import PRISTINE, Snapshot, make_package, make_patches, snapshot
 
 
 def test_apply_makes_every_file_what_the_lock_says(
@@ -161,7 +161,9 @@ class TestUpgrade:
 
 def _transitions() -> list[object]:
     found = []
-    for start, operation in itertools.product(("pristine", "older", "applied"), ("apply", "revert")):
+    for start, operation in itertools.product(
+        ("pristine", "older", "applied"), ("apply", "revert")
+    ):
         if (start, operation) not in (("pristine", "revert"), ("applied", "apply")):
             found.append(pytest.param(start, operation, id=f"{operation}-from-{start}"))
     return found
@@ -174,7 +176,7 @@ class TestFaults:
     @pytest.fixture
     def states(
         self, tmp_path: Path, patches: Path, older_patches: Path, start: str, operation: str
-    ) -> tuple[Path, Callable[[], object], dict[str, object]]:
+    ) -> tuple[Path, Callable[[], object], Snapshot]:
         """A package in the start state, the operation on it, and how it must look afterwards."""
 
         def prepared(name: str) -> Path:
@@ -187,10 +189,10 @@ class TestFaults:
         done = prepared("done")
         act(done, patches)
         package = prepared("package")
-        return package, lambda: act(package, patches), {**snapshot(done)}
+        return package, lambda: act(package, patches), snapshot(done)
 
     def test_an_error_leaves_all_or_nothing(
-        self, states: tuple[Path, Callable[[], object], dict[str, object]], patches: Path
+        self, states: tuple[Path, Callable[[], object], Snapshot], patches: Path
     ) -> None:
         package, act, done = states
         before = snapshot(package)
@@ -212,41 +214,33 @@ class TestFaults:
         assert snapshot(package) == done
 
     def test_a_kill_is_healed_by_going_on_or_back(
-        self, states: tuple[Path, Callable[[], object], dict[str, object]], patches: Path
+        self, states: tuple[Path, Callable[[], object], Snapshot], patches: Path
     ) -> None:
         package, act, done = states
         before = snapshot(package)
-        for access in itertools.count(1):
-            if not killed_at(access, package, act):
+        released = snapshot(make_package(package.parent / "released"))
+        for change in itertools.count(1):
+            if not killed_at(change, package, act):
                 break
             assert operations.status(package, patches).state != "foreign"
-            if access % 2:
-                act()
-                assert snapshot(package) == done, f"killed at access {access}, gone on"
-            else:
-                operations.revert(package, patches)
-                assert snapshot(package) == {
-                    **snapshot(make_package(package.parent / f"pristine-{access}"))
-                }, f"killed at access {access}, gone back"
+            killed = snapshot(package)
+            act()
+            assert snapshot(package) == done, f"killed before change {change}, gone on"
+            self._start_again(package, killed)
+            operations.revert(package, patches)
+            assert snapshot(package) == released, f"killed before change {change}, gone back"
             self._start_again(package, before)
-        assert access > 10
+        assert change > 10
         assert snapshot(package) == done
 
     @staticmethod
-    def _start_again(package: Path, before: dict[str, tuple[int, bytes]]) -> None:
+    def _start_again(package: Path, before: Snapshot) -> None:
         for path in sorted(package.rglob("*"), reverse=True):
             path.rmdir() if path.is_dir() else path.unlink()
         for name, (mode, data) in before.items():
             path = package / name
-            if _is_folder(name, before):
-                path.mkdir(exist_ok=True)
-            else:
-                path.write_bytes(data)
+            path.mkdir() if data is None else path.write_bytes(data)
             path.chmod(mode)
-
-
-def _is_folder(name: str, entries: dict[str, tuple[int, bytes]]) -> bool:
-    return any(other.startswith(f"{name}/") for other in entries)
 
 
 def test_a_forbidden_directory_is_named_and_nothing_changes(patches: Path) -> None:
@@ -290,16 +284,20 @@ def test_copies_that_share_the_inode_keep_their_bytes(vllm: Path, patches: Path)
     assert cached.read_bytes() == PRISTINE["vllm/envs.py"]
 
 
-def test_two_at_once_do_not_meet(vllm: Path, patches: Path, tmp_path: Path) -> None:
+def test_several_at_once_do_not_meet(vllm: Path, patches: Path) -> None:
     before = snapshot(vllm)
-    code = (
-        "import sys; from pathlib import Path; from stagetap.patchstack import operations\n"
-        "for turn in range(4):\n"
-        "    for act in (operations.apply, operations.revert): act(*map(Path, sys.argv[1:]))\n"
-    )
-    command = [sys.executable, "-c", code, str(vllm), str(patches)]
-    for process in [subprocess.Popen(command) for _ in range(3)]:
-        assert process.wait(timeout=60) == 0
+    children = []
+    for _ in range(3):
+        if (child := os.fork()) == 0:
+            try:
+                for act in (operations.apply, operations.revert) * 3:
+                    act(vllm, patches)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        children.append(child)
+    for child in children:
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert snapshot(vllm) == before
 
 
