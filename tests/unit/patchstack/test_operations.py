@@ -6,9 +6,8 @@ import itertools
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -302,18 +301,14 @@ def test_several_at_once_do_not_meet(vllm: Path, patches: Path) -> None:
 
 
 def test_byte_code_never_outlives_its_source(vllm: Path, patches: Path) -> None:
-    """The patched envs.py has the size of the released one, and all of this takes one second."""
-
-    def imported_value() -> str:
-        command = [sys.executable, "-c", "import vllm.envs; print(vllm.envs.line_20)"]
-        return subprocess.run(
-            command, cwd=vllm.parent, capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    assert imported_value() == "20"
-    operations.apply(vllm, patches)
-    assert imported_value() == "21"
-    operations.revert(vllm, patches)
-    assert imported_value() == "20"
-    operations.apply(vllm, patches)
-    assert imported_value() == "21"
+    """It is matched by size, which the patch keeps here, and by the second of the last change."""
+    source = vllm / "envs.py"
+    ahead = time.time() + 100
+    os.utime(source, (ahead, ahead))
+    seconds, sizes = [int(ahead)], [source.stat().st_size]
+    for act in (operations.apply, operations.revert, operations.apply):
+        act(vllm, patches)
+        seconds.append(int(source.stat().st_mtime))
+        sizes.append(source.stat().st_size)
+    assert len(set(sizes)) == 1
+    assert seconds == sorted(set(seconds))
