@@ -149,10 +149,9 @@ class Engine:
         self.committer = FileStoreCommitter(str(root))
         self.writer = FileStoreWriter(str(root))
         probe = SampleRef(run_id=run, sample_id="any", attempt="any")
-        self.committer.begin_run(
-            invariant or kind_of(manifest(self.tapped, probe, (), 1)), f"nonce-{run}"
-        )
-        self.writer.check_nonce(f"nonce-{run}")
+        self.committer.leave_nonce(f"nonce-{run}")
+        assert f"nonce-{run}" in self.writer.read_nonces()
+        self.committer.begin_run(invariant or kind_of(manifest(self.tapped, probe, (), 1)))
         self.publisher = Publisher(self.writer, slots, slot_bytes, writer_threads=2)
         self._attempts = 0
 

@@ -57,7 +57,8 @@ class StageTapConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.register_pages(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
-        return self._worker.facts
+        with announced():
+            return self._worker.facts()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

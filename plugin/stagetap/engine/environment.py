@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from importlib.metadata import PackageNotFoundError, version
 
+READ_AT_IMPORT = ("VLLM_USE_V2_MODEL_RUNNER", "TRITON_INTERPRET")
+"""Those that do nothing once vLLM is imported."""
+
 
 def is_cpu_build() -> bool:
     """Whether the installed vLLM is the CPU build, told by its distribution's name."""

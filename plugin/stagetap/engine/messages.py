@@ -31,7 +31,7 @@ class WorkerFacts(KVConnectorHandshakeMetadata):
         block_size: tokens in a page of that group.
         weights_fingerprint: what it loaded; must be the same everywhere.
         series_digest: which patch series its vLLM carries.
-        nonce: name under which it left a mark in the store, to be found by the scheduler side.
+        nonces: what it read in its store; the scheduler side's own must be among them.
     """
 
     taps: StageTaps
@@ -41,7 +41,7 @@ class WorkerFacts(KVConnectorHandshakeMetadata):
     block_size: int
     weights_fingerprint: str
     series_digest: str
-    nonce: str
+    nonces: tuple[str, ...]
 
 
 @dataclass(frozen=True)

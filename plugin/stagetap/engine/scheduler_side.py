@@ -108,6 +108,8 @@ class SchedulerSide:
         self._run_id = options.run_id or _new_run_id()
         self._fingerprint = checkpoint_fingerprint(vllm_config)
         self._store = open_store_committer(options.store)
+        self._nonce = uuid.uuid4().hex
+        self._store.leave_nonce(self._nonce)
         self._committer = ThreadPoolExecutor(1, thread_name_prefix="stagetap-commit")
         self._owners: dict[int, WorkerFacts] = {}  # owning stage -> what its first rank said
         self._tapped: Tapped | None = None
@@ -154,8 +156,7 @@ class SchedulerSide:
                 id_convention=ID_CONVENTION,
                 hidden_size=first.hidden_size,
                 num_hidden_layers=total,
-            ),
-            uuid.uuid4().hex,
+            )
         )
         logger.info(
             "stagetap: run %s, taps %s owned by %s, store %s",
@@ -180,10 +181,13 @@ class SchedulerSide:
                         f"{getattr(fact, name)}, the scheduler {value}; every node needs the "
                         "same checkpoint and the same StageTap"
                     )
+            if self._nonce not in fact.nonces:
+                raise Refused(
+                    f"stage {stage}, tensor-parallel rank {rank} does not see what the scheduler "
+                    f"wrote to {self._options.store}; give a directory that all nodes share"
+                )
 
-    def _describe(
-        self, fact: WorkerFacts, stages: tuple[StageTaps, ...], total: int
-    ) -> Tapped:
+    def _describe(self, fact: WorkerFacts, stages: tuple[StageTaps, ...], total: int) -> Tapped:
         parallel = self._config.parallel_config
         return Tapped(
             model=self._config.model_config.model,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from stagetap.engine.environment import engine_environment, is_cpu_build
+from stagetap.engine.environment import READ_AT_IMPORT, engine_environment, is_cpu_build
 from stagetap.engine.refusal import REFUSAL_FILE_ENV, StartRefused
 from stagetap.errors import Refused, StageTapError
 from stagetap.options import PARAMS_KEY
@@ -70,7 +71,14 @@ class CaptureSession:
         connector_options: dict[str, Any] | None = None,
         engine_args: dict[str, Any] | None = None,
     ):
-        os.environ.update(engine_environment(pp, tp))
+        environment = engine_environment(pp, tp)
+        late = [name for name in READ_AT_IMPORT if environment.get(name) != os.environ.get(name)]
+        if late and "vllm" in sys.modules:
+            raise Refused(
+                f"vLLM was imported before {late[0]}={environment[late[0]]} was set; create the "
+                "session before anything imports vLLM, or set the variable yourself"
+            )
+        os.environ.update(environment)
         self._include_output = include_output
         options = {**(connector_options or {}), **({"run_id": run_id} if run_id else {})}
         arguments: dict[str, Any] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,9 +52,8 @@ class WorkerSide:
         self._capture = installed_capture(vllm_config)
         self._layer = self._capture.layer
         group = _cache_group(kv_cache_config, self._layer)
-        store = open_store_writer(options.store)
-        nonce = uuid.uuid4().hex
-        self.facts = WorkerFacts(
+        self._store = open_store_writer(options.store)
+        self._facts = WorkerFacts(
             taps=self._capture.taps,
             dtype=str(vllm_config.model_config.dtype).removeprefix("torch."),
             hidden_size=vllm_config.model_config.get_hidden_size(),
@@ -62,13 +61,13 @@ class WorkerSide:
             block_size=kv_cache_config.kv_cache_groups[group or 0].kv_cache_spec.block_size,
             weights_fingerprint=checkpoint_fingerprint(vllm_config),
             series_digest=check_series(),
-            nonce=nonce,
+            nonces=(),
         )
         self._publisher: Publisher | None = None
         if self._layer is not None and get_tensor_model_parallel_rank() == 0:
             # Ranks of one tensor-parallel group hold equal taps: the first one writes.
             self._publisher = Publisher(
-                store,
+                self._store,
                 slots=options.slots,
                 slot_bytes=options.slot_bytes,
                 writer_threads=options.writer_threads,
@@ -77,13 +76,21 @@ class WorkerSide:
             taps = len(self._capture.taps.layer_ids)
             check_slot_bytes(
                 options.slot_bytes,
-                taps * self.facts.hidden_size * vllm_config.model_config.dtype.itemsize,
+                taps * self._facts.hidden_size * vllm_config.model_config.dtype.itemsize,
             )
         self._pages = torch.empty(0)  # [num_blocks, L, block_size, H], set by register_pages
         self._step_has_tokens = False
         self._request_ids: dict[SampleRef, str] = {}
         self._released: set[str] = set()  # request ids whose pages are not read any more
         self._reports: list[FragmentReport] = []
+
+    def facts(self) -> WorkerFacts:
+        """What the scheduler side compares over all workers; asked for once it exists.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        return replace(self._facts, nonces=tuple(self._store.read_nonces()))
 
     def register_pages(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take this stage's tap cache out of vLLM's caches, and log what it costs."""
@@ -97,11 +104,11 @@ class WorkerSide:
             return
         self._pages = kv_caches[self._layer.layer_name]
         taps = len(self._capture.taps.layer_ids)
-        if self._pages.shape[1] != taps or self._pages.shape[3] != self.facts.hidden_size:
+        if self._pages.shape[1] != taps or self._pages.shape[3] != self._facts.hidden_size:
             raise RuntimeError(
                 f"stagetap: the tap cache of stage {self._stage} has shape "
                 f"{tuple(self._pages.shape)}, not [blocks, {taps}, block size, "
-                f"{self.facts.hidden_size}]"
+                f"{self._facts.hidden_size}]"
             )
         self._log_capacity()
 
@@ -163,7 +170,7 @@ class WorkerSide:
                 )
 
     def _job(self, order: SaveOrder) -> FragmentJob:
-        assert self.facts.cache_group is not None
+        assert self._facts.cache_group is not None
         taps = self._capture.taps.layer_ids
         total = self._config.model_config.get_total_num_hidden_layers()
         return FragmentJob(
@@ -171,9 +178,9 @@ class WorkerSide:
             stage=self._stage,
             layers=tuple(Layer(id=k, role=role_of(k, total)) for k in taps),
             dtype=self._pages.dtype,
-            shape=(order.token_count, len(taps), self.facts.hidden_size),
+            shape=(order.token_count, len(taps), self._facts.hidden_size),
             token_ids=order.token_ids if order.input_ids_stage == self._stage else None,
-            gather=page_reader(self._pages, order.block_ids[self.facts.cache_group]),
+            gather=page_reader(self._pages, order.block_ids[self._facts.cache_group]),
         )
 
     def take_released(self) -> set[str]:

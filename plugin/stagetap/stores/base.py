@@ -82,8 +82,8 @@ class FragmentWriter(Protocol):
 class StoreWriter(Protocol):
     """The worker's side. Opening one proves that the store can be reached and written to."""
 
-    def check_nonce(self, nonce: str) -> None:
-        """Raise StoreError unless this is the store in which `begin_run` left `nonce`."""
+    def read_nonces(self) -> list[str]:
+        """The nonces that committers left in this store. Raises StoreError."""
 
     def open_fragment(self, header: FragmentHeader) -> FragmentWriter:
         """Start a fragment. Raises StoreError. Safe to call from several threads."""
@@ -95,8 +95,11 @@ class StoreWriter(Protocol):
 class StoreCommitter(Protocol):
     """The scheduler's side. Safe to call from several threads."""
 
-    def begin_run(self, invariant: Invariant, nonce: str) -> None:
-        """Claim the store for this kind of data and leave `nonce` for the workers to find.
+    def leave_nonce(self, nonce: str) -> None:
+        """Leave `nonce` where every worker that shares this store reads it. Raises StoreError."""
+
+    def begin_run(self, invariant: Invariant) -> None:
+        """Claim the store for this kind of data.
 
         Raises Refused when the store holds another kind of data, StoreError when it cannot be used.
         """

@@ -38,8 +38,16 @@ class FileStoreCommitter:
         self._nonce_path = ""
         self._last_commit_ns = 0
 
-    def begin_run(self, invariant: Invariant, nonce: str) -> None:
-        """Claim the directory, lock it against gc, leave the nonce, open this writer's log.
+    def leave_nonce(self, nonce: str) -> None:
+        """Write the nonce below the directory, which is created. Raises StoreError."""
+        make_root(self._root)
+        self._nonce_path = os.path.join(self._root, NONCES, component(nonce))
+        with naming("create", os.path.dirname(self._nonce_path)):
+            os.makedirs(os.path.dirname(self._nonce_path), exist_ok=True)
+        write_durably(self._nonce_path, nonce.encode())
+
+    def begin_run(self, invariant: Invariant) -> None:
+        """Claim the directory, lock it against gc, open this writer's log.
 
         Raises Refused or StoreError, and CorruptLog when earlier commits cannot be read.
         """
@@ -48,8 +56,6 @@ class FileStoreCommitter:
         self._invariant = invariant
         try:
             self._lock_store()
-            self._nonce_path = os.path.join(self._root, NONCES, component(nonce))
-            write_durably(self._nonce_path, nonce.encode())
             with self._lock:
                 self._poll()
             self._log = self._new_log()

@@ -6,10 +6,10 @@ import threading
 import numpy as np
 
 from stagetap.errors import StoreError
-from stagetap.keys import component
 from stagetap.stores.base import FragmentHeader, FragmentWriter, StoredFragment
 from stagetap.stores.file_io import (
     fsync_directory,
+    listed,
     make_root,
     naming,
     remove_if_there,
@@ -43,20 +43,18 @@ class FileStoreWriter:
             finally:
                 remove_if_there(probe)
 
-    def check_nonce(self, nonce: str) -> None:
-        """Raise StoreError unless the scheduler's nonce is found here: one shared directory."""
-        path = os.path.join(self._root, NONCES, component(nonce))
-        try:
-            with open(path, encoding="utf-8") as file:
-                found = file.read()
-        except OSError as error:
-            found = f"nothing ({error.strerror})"
-        if found != nonce:
-            raise StoreError(
-                f"{self._root} is not one shared directory: this worker looked for {path} of the "
-                f"scheduler and found {found}; give a directory that all nodes mount",
-                path=path,
-            )
+    def read_nonces(self) -> list[str]:
+        """The nonces of all committers that use this directory. Raises StoreError."""
+        directory = os.path.join(self._root, NONCES)
+        nonces = []
+        with naming("read", directory):
+            for name in listed(directory):
+                try:
+                    with open(os.path.join(directory, name), encoding="utf-8") as file:
+                        nonces.append(file.read())
+                except FileNotFoundError:
+                    continue  # the nonce of an engine that has just ended
+        return nonces
 
     def open_fragment(self, header: FragmentHeader) -> FragmentWriter:
         """Create the fragment's file and write all that precedes its rows. Raises StoreError."""

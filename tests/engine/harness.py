@@ -1,0 +1,77 @@
+"""How the engine tests start engines: each in a process of its own, from a clean environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parents[1]
+ENGINE_VARIABLES = ("VLLM_", "TRITON_", "STAGETAP_", "CUDA_VISIBLE")
+
+
+def clean_environment(**changes: str) -> dict[str, str]:
+    """The caller's environment without what steers an engine, plus ``changes``."""
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(ENGINE_VARIABLES)
+    }
+    return {**kept, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **changes}
+
+
+def store_folder(name: str) -> Path:
+    """A fresh folder for a store, in memory where the machine has that: tests need no disk."""
+    base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    return Path(tempfile.mkdtemp(prefix=f"stagetap-test-{name}-", dir=base))
+
+
+@dataclass
+class Arm:
+    """One engine start in a child process.
+
+    Attributes:
+        job: name of a function ``module:function`` in the tests; it runs in the child with the
+            started session and returns something that JSON can hold.
+        session: arguments of ``CaptureSession``; None starts no session.
+        environment: on top of a clean one.
+    """
+
+    job: str
+    session: dict[str, Any] | None
+    arguments: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def run(self, timeout: float = 300) -> Any:
+        """Run the job and return its result; what the child printed is shown when it fails."""
+        with tempfile.TemporaryDirectory() as folder:
+            result = Path(folder, "result.json")
+            spec = {
+                "job": self.job,
+                "session": self.session,
+                "arguments": self.arguments,
+                "result": str(result),
+            }
+            child = subprocess.run(
+                [sys.executable, "-m", "engine.arm", json.dumps(spec)],
+                cwd=TESTS,
+                env=clean_environment(**self.environment),
+                capture_output=True,
+                text=True,
+                timeout=timeout,
+            )
+            if child.returncode != 0:
+                tail = (child.stdout + child.stderr)[-6000:]
+                raise AssertionError(f"{self.job} ended with {child.returncode}:\n{tail}")
+            return json.loads(result.read_text())
+
+
+def random_prompts(lengths: Iterable[int], seed: int = 0, vocabulary: int = 500) -> list[list[int]]:
+    """One prompt of random token ids per length."""
+    rng = random.Random(seed)
+    return [[rng.randrange(3, vocabulary) for _ in range(length)] for length in lengths]
