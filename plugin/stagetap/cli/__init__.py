@@ -1,27 +1,70 @@
-"""The ``stagetap`` command."""
+"""The ``stagetap`` command. One file a command; torch and vLLM load inside those that need them."""
 
 from __future__ import annotations
 
+import os
 import sys
+from importlib.metadata import version
+from typing import Annotated
 
 import typer
 
 from stagetap.cli import patch
-from stagetap.errors import Refused
+from stagetap.cli.capture import capture_command
+from stagetap.cli.demo import demo_command
+from stagetap.cli.doctor import doctor_command
+from stagetap.cli.equivalence import equivalence_command
+from stagetap.cli.inspect import inspect_command
+from stagetap.cli.serve import serve_command
+from stagetap.cli.verify import verify_command
+from stagetap.errors import Refused, StageTapError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False)
+DEBUG_ENV = "STAGETAP_DEBUG"
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.command("capture")(capture_command)
+app.command("inspect")(inspect_command)
+app.command("verify")(verify_command)
+app.command("equivalence")(equivalence_command)
+app.command("serve", context_settings={"allow_extra_args": True})(serve_command)
+app.command("doctor")(doctor_command)
+app.command("demo")(demo_command)
 app.add_typer(patch.app, name="patch")
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"stagetap {version('stagetap')}")
+        raise typer.Exit()
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    show_version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
     """Exact hidden states out of pipeline-parallel vLLM."""
 
 
 def main() -> None:
-    """Run the command; a refusal is one line on stderr and exit code 2."""
+    """Run the command.
+
+    What StageTap raises on purpose is one line on stderr: exit code 2 for a refusal, 1 for any
+    other error. ``STAGETAP_DEBUG=1`` shows the traceback.
+    """
     try:
-        app()
-    except Refused as refused:
-        print(f"stagetap: refused: {refused}", file=sys.stderr)
-        sys.exit(2)
+        app(prog_name="stagetap")
+    except StageTapError as error:
+        if os.environ.get(DEBUG_ENV) == "1":
+            raise
+        refused = isinstance(error, Refused)
+        kind = "refused" if refused else "error"
+        print(f"stagetap: {kind}: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        sys.exit(2 if refused else 1)
+    except KeyboardInterrupt:
+        print("stagetap: interrupted", file=sys.stderr)
+        sys.exit(130)

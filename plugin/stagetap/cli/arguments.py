@@ -1,0 +1,57 @@
+"""Options that several commands share, and how their values are read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from stagetap.errors import Refused
+
+JsonOption = Annotated[bool, typer.Option("--json", help="One line of JSON on stdout.")]
+ModelOption = Annotated[
+    str, typer.Option("--model", help="A checkpoint folder, a Hugging Face name, or smollm2.")
+]
+LayersOption = Annotated[
+    str,
+    typer.Option(
+        "--layers", help="Layer ids between commas, such as 2,15,27,30; 0 is the embedding output."
+    ),
+]
+PpOption = Annotated[int, typer.Option("--pp", min=1, help="Pipeline stages.")]
+TpOption = Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks of each stage.")]
+MaxLenOption = Annotated[
+    int | None,
+    typer.Option("--max-len", min=2, help="Longest sequence in tokens; default: the model's own."),
+]
+EngineArgOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--engine-arg",
+        metavar="NAME=VALUE",
+        help="A further argument of vLLM's EngineArgs, its value in JSON or plain text. "
+        "May be repeated.",
+    ),
+]
+
+
+def engine_arguments(given: Sequence[str] | None) -> dict[str, Any]:
+    """``["gpu_memory_utilization=0.5"]`` as a dictionary.
+
+    Raises Refused for a pair without ``=``, a name that is no identifier, or one given twice.
+    """
+    arguments: dict[str, Any] = {}
+    for pair in given or ():
+        name, equals, value = pair.partition("=")
+        name = name.strip().replace("-", "_")
+        if not equals or not name.isidentifier():
+            raise Refused(f"--engine-arg {pair!r}: write NAME=VALUE, such as block_size=32")
+        if name in arguments:
+            raise Refused(f"--engine-arg {name} is given twice; keep one of them")
+        try:
+            arguments[name] = json.loads(value)
+        except json.JSONDecodeError:
+            arguments[name] = value
+    return arguments

@@ -1,0 +1,193 @@
+"""``stagetap doctor``: is this environment one in which a capture can start?"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stagetap.cli.arguments import JsonOption
+from stagetap.cli.output import print_json, results, table
+from stagetap.errors import StageTapError
+
+PLUGIN_GROUP = "vllm.general_plugins"
+PLUGIN_NAME = "stagetap"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check. ``cure`` is None when nothing is wrong."""
+
+    check: str
+    found: str
+    cure: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return self.cure is None
+
+
+def doctor_command(
+    model: Annotated[
+        str | None, typer.Argument(help="Look at this checkpoint as well: a folder, or smollm2.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check Python, torch, vLLM, the patch series, the plugin, the environment; and a checkpoint.
+
+    Exit code 1 when something is wrong; the table says the cure.
+    """
+    findings = [finding for check in CHECKS for finding in check()]
+    if model is not None:
+        findings += check_model(model)
+    healthy = all(finding.ok for finding in findings)
+    if as_json:
+        print_json(
+            {
+                "ok": healthy,
+                "checks": [{**asdict(each), "ok": each.ok} for each in findings],
+            }
+        )
+    else:
+        rows = table("check", "", "found", "cure")
+        for each in findings:
+            rows.add_row(each.check, "ok" if each.ok else "problem", each.found, each.cure or "")
+        results().print(rows)
+    if not healthy:
+        raise typer.Exit(1)
+
+
+def check_python() -> Iterator[Finding]:
+    """The interpreter."""
+    found = ".".join(map(str, sys.version_info[:3]))
+    old = sys.version_info < (3, 11)
+    yield Finding(
+        "python", f"{found} at {sys.executable}", "use Python 3.11 or newer" if old else None
+    )
+
+
+def check_torch() -> Iterator[Finding]:
+    """Whether torch loads, and breaks nothing that loads beside it."""
+    try:
+        torch = importlib.import_module("torch")
+    except (ImportError, OSError) as error:
+        yield Finding("torch", f"does not load: {_first_line(error)}", "install torch with vLLM")
+        return
+    yield Finding("torch", str(torch.__version__))
+    try:
+        importlib.import_module("torchvision")
+    except ModuleNotFoundError:
+        return
+    except (ImportError, OSError, RuntimeError) as error:
+        # transformers imports it when it is there, and fails with it.
+        yield Finding(
+            "torchvision",
+            f"does not load beside this torch: {_first_line(error)}",
+            "pip uninstall torchvision torchaudio torchcodec",
+        )
+
+
+def check_vllm() -> Iterator[Finding]:
+    """Which vLLM, where, and whether it carries the series."""
+    from stagetap import patchstack
+    from stagetap.patchstack.locate import find_vllm
+
+    try:
+        package = find_vllm()
+        yield Finding("vllm", f"{package.version} at {package.path}")
+        found = patchstack.status()
+    except StageTapError as error:
+        yield Finding("vllm", str(error), "see the message; ./justw setup makes an environment")
+        return
+    state = f"{found.state}, {len(found.series.patches)} patches, {found.series.digest}"
+    if found.foreign is not None:
+        cure = f"{found.foreign}: reinstall vLLM {found.series.version}"
+    elif found.state != "applied":
+        cure = "run `stagetap patch apply`"
+    else:
+        cure = None
+    yield Finding("patch series", state, cure)
+
+
+def check_plugin() -> Iterator[Finding]:
+    """Whether vLLM will load the plugin."""
+    registered = [each for each in entry_points(group=PLUGIN_GROUP) if each.name == PLUGIN_NAME]
+    if not registered:
+        yield Finding(
+            "plugin",
+            f"no entry point {PLUGIN_NAME} in {PLUGIN_GROUP}",
+            "install stagetap into this environment: pip install -e .",
+        )
+        return
+    allowed = os.environ.get("VLLM_PLUGINS")
+    excluded = allowed is not None and PLUGIN_NAME not in allowed.split(",")
+    yield Finding(
+        "plugin",
+        registered[0].value + (f", VLLM_PLUGINS={allowed}" if allowed is not None else ""),
+        f"add {PLUGIN_NAME} to VLLM_PLUGINS, or unset it" if excluded else None,
+    )
+
+
+def check_environment() -> Iterator[Finding]:
+    """Variables of the caller that would stop a capture: what is set already is kept."""
+    from stagetap.engine.environment import engine_environment, is_cpu_build
+
+    wanted = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+    if is_cpu_build():
+        wanted["TRITON_INTERPRET"] = "1"
+    for name, value in wanted.items():
+        given = os.environ.get(name)
+        wrong = given is not None and given != value
+        yield Finding(
+            name,
+            f"set to {given}" if given is not None else f"unset, commands set it to {value}",
+            f"unset {name}" if wrong else None,
+        )
+    cores = len(os.sched_getaffinity(0))
+    if is_cpu_build():
+        bind = engine_environment(2, 1)["VLLM_CPU_OMP_THREADS_BIND"]
+        yield Finding("cpu threads", f"{cores} cores; two stages run on {bind}")
+    else:
+        yield Finding("cpu threads", f"{cores} cores")
+
+
+def check_model(name: str) -> Iterator[Finding]:
+    """A checkpoint, without loading it."""
+    import json
+
+    from stagetap.engine.families import check_architecture
+    from stagetap.fingerprint import weights_fingerprint
+    from stagetap.models import resolve_model
+
+    try:
+        folder = Path(resolve_model(name))
+        if not folder.is_dir():
+            yield Finding("model", f"{name} is no folder", "give the folder of a checkpoint")
+            return
+        yield Finding("weights", f"{folder}, {weights_fingerprint(folder)[:23]}")
+        architectures = json.loads((folder / "config.json").read_text("utf-8")).get("architectures")
+        check_architecture(str((architectures or ["none named"])[0]))
+        yield Finding("architecture", architectures[0])
+    except (StageTapError, ValueError) as error:
+        yield Finding("model", _first_line(error), "see the message")
+
+
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+    check_python,
+    check_torch,
+    check_vllm,
+    check_plugin,
+    check_environment,
+)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,76 @@
+"""Where commands write: results to stdout, everything else to stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.table import Column, Table
+
+_UNITS = ("KiB", "MiB", "GiB", "TiB")
+
+
+def results(stream: TextIO | None = None) -> Console:
+    """A console for what a command was asked for: stdout, unless ``stream`` stands for it."""
+    return Console(file=stream, highlight=False, markup=False, emoji=False)
+
+
+def notes() -> Console:
+    """A console for progress and remarks: stderr."""
+    return Console(stderr=True, highlight=False, markup=False, emoji=False)
+
+
+def print_json(document: Mapping[str, Any], stream: TextIO | None = None) -> None:
+    """One object on one line of stdout, with what JSON cannot say (infinity, NaN) as null."""
+    line = json.dumps(_without_non_finite(document), ensure_ascii=False)
+    print(line, file=stream or sys.stdout, flush=True)
+
+
+@contextmanager
+def stdout_kept_clean() -> Iterator[TextIO]:
+    """While an engine runs, whatever it and its children write to stdout goes to stderr.
+
+    Yields the real stdout, for the command's own result.
+    """
+    sys.stdout.flush()
+    kept = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    try:
+        yield kept
+    finally:
+        sys.stdout.flush()
+        kept.flush()
+        os.dup2(kept.fileno(), 1)
+        kept.close()
+
+
+def human_bytes(count: float) -> str:
+    """``1.5 GiB``."""
+    if count < 1024:
+        return f"{count:.0f} B"
+    size = float(count)
+    for unit in _UNITS:
+        size /= 1024
+        if size < 1024 or unit == _UNITS[-1]:
+            break
+    return f"{size:.1f} {unit}"
+
+
+def table(*headers: str, title: str | None = None) -> Table:
+    """A table whose long cells are folded, never cut: a path or a digest is there to be used."""
+    return Table(*(Column(header, overflow="fold") for header in headers), title=title)
+
+
+def _without_non_finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if value - value == 0 else None
+    if isinstance(value, Mapping):
+        return {str(key): _without_non_finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_non_finite(each) for each in value]
+    return value

@@ -1,0 +1,61 @@
+"""Which decoder layers each pipeline stage will run, told before an engine starts. Pure.
+
+The engine derives the truth from its workers; this is vLLM's rule, so that a comparison that would
+prove nothing is refused in milliseconds. A test holds it against ``get_pp_indices``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stagetap.errors import Refused
+from stagetap.taps import owned_ids
+
+
+def stage_layers(
+    num_hidden_layers: int, pp: int, partition: Sequence[int] | None = None
+) -> list[tuple[int, int]]:
+    """``[start, end)`` of the decoder layers of every stage.
+
+    Args:
+        num_hidden_layers: N.
+        pp: pipeline stages.
+        partition: layers per stage, as ``VLLM_PP_LAYER_PARTITION`` has them; vLLM's even split
+            when absent.
+
+    Raises:
+        Refused: the partition does not have ``pp`` parts or does not add up to N.
+    """
+    counts = _even_split(num_hidden_layers, pp) if partition is None else list(partition)
+    if len(counts) != pp or sum(counts) != num_hidden_layers or min(counts) < 0:
+        raise Refused(
+            f"partition {','.join(map(str, counts))} must have {pp} parts that add up to the "
+            f"{num_hidden_layers} layers of the model"
+        )
+    ends = [sum(counts[: stage + 1]) for stage in range(pp)]
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def owners(stages: Sequence[tuple[int, int]], layer_ids: Sequence[int]) -> dict[int, list[int]]:
+    """Owning stage -> its layer ids, ascending; stages that own none are left out."""
+    owned = {stage: list(owned_ids(*layers, layer_ids)) for stage, layers in enumerate(stages)}
+    return {stage: ids for stage, ids in owned.items() if ids}
+
+
+def parse_partition(text: str) -> list[int]:
+    """Read ``10,20``. Raises Refused for anything but integers between commas."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise Refused(
+            f"partition {text!r}: write the number of layers of each stage between commas, "
+            "such as 10,20"
+        ) from None
+
+
+def _even_split(num_hidden_layers: int, pp: int) -> list[int]:
+    # What does not divide goes to the stages before the last, which has the output head as well.
+    counts = [num_hidden_layers // pp] * pp
+    for i in range(num_hidden_layers % pp):
+        counts[-2 - i] += 1
+    return counts
