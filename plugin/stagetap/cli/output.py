@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -41,9 +41,9 @@ def stdout_kept_clean() -> Iterator[TextIO]:
     kept = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     try:
-        yield kept
+        with redirect_stdout(sys.stderr):
+            yield kept
     finally:
-        sys.stdout.flush()
         kept.flush()
         os.dup2(kept.fileno(), 1)
         kept.close()

@@ -94,7 +94,7 @@ def _measure_rows(candidate: torch.Tensor, reference: torch.Tensor) -> Metrics:
     a = torch.where(ordered, candidate.double(), 0.0).flatten(1)  # [T, n]
     b = torch.where(ordered, reference.double(), 0.0).flatten(1)  # [T, n]
     difference = (a - b).abs()
-    steps = (_position(candidate_bits) - _position(reference_bits)).abs()
+    steps = _steps(_position(candidate_bits), _position(reference_bits))
     return Metrics(
         elements=candidate.numel(),
         differing=differing,
@@ -113,7 +113,12 @@ def _relative(a: torch.Tensor, b: torch.Tensor) -> Iterator[float]:
 
 
 def _position(bits: torch.Tensor) -> torch.Tensor:
-    """Where a number stands in the order of all numbers of its dtype; float64, exact to 32 bits."""
-    low = torch.iinfo(bits.dtype).min
+    """Where a number stands in the order of all numbers of its dtype, zero at 0; int64."""
     wide = bits.to(torch.int64)
-    return torch.where(wide < 0, (low - wide).double(), wide.double())
+    return torch.where(wide < 0, torch.iinfo(bits.dtype).min - wide, wide)
+
+
+def _steps(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    # The difference of two positions of unlike sign may not fit 64 bits.
+    alike = (a < 0) == (b < 0)
+    return torch.where(alike, (a - b).abs().double(), a.double().abs() + b.double().abs())
