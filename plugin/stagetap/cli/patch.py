@@ -37,7 +37,10 @@ FolderArgument = Annotated[Path, typer.Argument(help="The git repository to work
 @app.command("status")
 def status_command(vllm: VllmOption = None, as_json: JsonOption = False) -> None:
     """Say what state each touched file is in. Changes nothing."""
-    _show(patchstack.status(vllm), as_json)
+    found = patchstack.status(vllm)
+    if not as_json:
+        _show_files(found)
+    _show(found, as_json)
 
 
 @app.command("apply")
@@ -125,14 +128,14 @@ def _show(found: Status, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(found.document()))
         return
-    console = Console()
-    if found.files:
-        table = Table("file", "state")
-        for path, state in found.files.items():
-            table.add_row(path, state)
-        console.print(table)
-    console.print(
+    typer.echo(
         f"vLLM {found.package.version}: {found.state}, {len(found.series.patches)} patches, "
-        f"{len(found.changed)} files changed now",
-        soft_wrap=True,
+        f"{len(found.changed)} files changed now"
     )
+
+
+def _show_files(found: Status) -> None:
+    table = Table("file", "state")
+    for path, state in found.files.items():
+        table.add_row(path, state)
+    Console().print(table)

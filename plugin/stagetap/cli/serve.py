@@ -12,7 +12,6 @@ from typing import Annotated
 import typer
 
 from stagetap.cli.arguments import JsonOption, LayersOption, MaxLenOption, PpOption, TpOption
-from stagetap.cli.model_facts import model_facts
 from stagetap.cli.output import print_json, results
 from stagetap.errors import Refused
 from stagetap.models import resolve_model
@@ -40,6 +39,7 @@ def serve_command(
 
     What stands after -- goes to vllm serve as it is. This process becomes the server.
     """
+    from stagetap.cli.model_facts import model_facts
     from stagetap.engine.environment import engine_environment, is_cpu_build
     from stagetap.stores.base import file_root
 
