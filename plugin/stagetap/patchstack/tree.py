@@ -82,19 +82,18 @@ def pristine_contents(files: Contents, known: Sequence[Series]) -> Contents:
 
     ``files`` must hold nothing foreign. Raises Refused when undoing gives an unexpected file.
     """
-    return {path: _pristine(path, files[path], known) for path in sorted(files)}
-
-
-def _pristine(path: str, data: bytes | None, known: Sequence[Series]) -> bytes | None:
-    found = sha256(data)
-    touching = [series for series in known if path in series.lock.files]
-    if any(found == series.lock.files[path].before for series in touching):
-        return data
-    series = next(series for series in touching if found == series.lock.files[path].after)
-    undone = apply_patches(series.patches, {path: data}, reverse=True)[path]
-    if sha256(undone) != series.lock.files[path].before:
-        raise Refused(f"{path}: undoing the series does not give the file it was made for")
-    return undone
+    pristine = {path: files[path] for path in sorted(files)}
+    for series in known:
+        patched = {
+            path: data
+            for path, data in files.items()
+            if path in series.lock.files and sha256(data) == series.lock.files[path].after
+        }
+        for path, data in apply_patches(series.patches, patched, reverse=True).items():
+            if sha256(data) != series.lock.files[path].before:
+                raise Refused(f"{path}: undoing the series does not give what it was made for")
+            pristine[path] = data
+    return pristine
 
 
 def patched_contents(pristine: Contents, series: Series) -> Contents:

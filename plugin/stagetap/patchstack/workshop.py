@@ -70,11 +70,11 @@ def build_repository(folder: Path, pristine: Contents, series: Series) -> None:
         raise Refused(f"{folder} is not empty; name a new folder")
     folder.mkdir(parents=True, exist_ok=True)
     write_files(folder, pristine)
-    git("init", "--quiet", "--initial-branch=series", cwd=folder)
-    git("config", "user.name", _AUTHOR[0], cwd=folder)
-    git("config", "user.email", _AUTHOR[1], cwd=folder)
-    git("config", "core.autocrlf", "false", cwd=folder)
-    git("config", _VERSION_KEY, series.version, cwd=folder)
+    git("init", "--quiet", "--initial-branch=series", "--template=", cwd=folder)
+    settings = {"user.name": _AUTHOR[0], "user.email": _AUTHOR[1], _VERSION_KEY: series.version}
+    for key, value in {**settings, "core.autocrlf": "false"}.items():
+        git("config", key, value, cwd=folder)
+    (folder / ".git/info").mkdir(exist_ok=True)
     (folder / ".git/info/exclude").write_text("__pycache__/\n")
     git("add", "--all", "--force", cwd=folder)
     subject = f"vLLM {series.version} as released"
