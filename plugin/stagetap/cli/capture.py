@@ -229,7 +229,12 @@ def _run_engine(job: _Job, prompts: Sequence[Any], guard: Any) -> tuple[Any, flo
             max_len=job.max_len,
             run_id=job.run,
             include_output=job.include_output,
-            engine_args={"use_tqdm_on_load": False, **job.engine_args},
+            engine_args={
+                "use_tqdm_on_load": False,
+                # Prompts come as token ids; only generation asks the tokenizer where to end.
+                "skip_tokenizer_init": not job.include_output,
+                **job.engine_args,
+            },
         )
     with Interruption() as interruption:
         try:

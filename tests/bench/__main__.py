@@ -1,0 +1,75 @@
+"""``./justw bench``: a table of ratios with their goals; one line of JSON with ``--json``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from bench import bench_capture, bench_reader
+
+
+def main() -> None:
+    """Measure and show. The exit code says that it worked, not that a goal was met."""
+    parser = argparse.ArgumentParser(prog="bench", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one line of JSON on stdout")
+    parser.add_argument("--rounds", type=int, default=3, help="timed batches an engine and mode")
+    parser.add_argument("--prompts", type=int, default=8, help="prompts in a batch")
+    parser.add_argument("--tokens", type=int, default=500, help="tokens in a prompt")
+    parser.add_argument("--reader-only", action="store_true", help="start no engine")
+    arguments = parser.parse_args()
+    notes = Console(stderr=True)
+    document: dict[str, object] = {}
+    table = Table("what", "ratio", "goal", "figures")
+    with notes.status("") as status:
+        status.update("reading")
+        with tempfile.TemporaryDirectory(prefix="stagetap-bench-") as folder:
+            bench_reader.write_store(Path(folder, "store"))
+            reader = bench_reader.measure(Path(folder, "store"))
+        document["reader"] = asdict(reader)
+        table.add_row(
+            "reader bytes/s over safe_open + torch.cat",
+            f"{reader.ratio:.2f}",
+            ">= 0.90",
+            f"{reader.reader_bytes_per_s / 1e9:.2f} over {reader.baseline_bytes_per_s / 1e9:.2f} "
+            "GB/s",
+        )
+        if not arguments.reader_only:
+            capture, cache = bench_capture.measure(
+                arguments.rounds, arguments.prompts, arguments.tokens, status.update
+            )
+            document |= {"capture": asdict(capture), "tap_cache": asdict(cache)}
+            table.add_row(
+                "tokens/s, capture to file over vLLM without StageTap",
+                f"{capture.over_plain:.3f}",
+                ">= 0.95",
+                f"{capture.exporting_tokens_per_s:.0f} over {capture.plain_tokens_per_s:.0f} "
+                f"tokens/s, spread {capture.spread:.0%}",
+            )
+            table.add_row(
+                "tokens/s, exporting over not exporting, one engine",
+                f"{capture.over_not_exporting:.3f}",
+                "",
+                f"{capture.exporting_tokens_per_s:.0f} over "
+                f"{capture.not_exporting_tokens_per_s:.0f} tokens/s",
+            )
+            table.add_row(
+                "tap cache a token, heaviest stage over one stage",
+                f"{cache.ratio:.3f}",
+                f"{cache.share:.3f}",
+                f"{cache.heaviest_bytes_per_token:.0f} over {cache.single_bytes_per_token:.0f} "
+                "bytes",
+            )
+    if arguments.json:
+        print(json.dumps(document))
+    else:
+        Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Capture to file against no capture, and the cache that taps take on the heaviest stage.
+
+Engines run one after the other, each in a process of its own, in the order A B B A, so that a
+machine that gets slower or faster meanwhile favours neither.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stagetap.models import resolve_model
+
+TESTS = Path(__file__).resolve().parents[1]
+LAYERS = (2, 15, 27, 30)
+STAGES = 2
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """One engine start. ``store`` is empty for an engine without StageTap."""
+
+    model: str
+    pp: int
+    store: str
+    rounds: int
+    prompts: int
+    tokens: int
+    seed: int
+    layers: list[int] = field(default_factory=lambda: list(LAYERS))
+
+
+@dataclass(frozen=True)
+class CaptureFigures:
+    """Tokens/s are medians. ``over_plain`` is the ratio that counts.
+
+    ``over_not_exporting`` compares turns of one engine: it tells what a request's own export costs,
+    and is less disturbed by other users of the machine. ``spread`` is (max - min) / median of the
+    plain rounds: how far to trust the ratios.
+    """
+
+    over_plain: float
+    over_not_exporting: float
+    plain_tokens_per_s: float
+    not_exporting_tokens_per_s: float
+    exporting_tokens_per_s: float
+    spread: float
+    rounds: int
+
+
+@dataclass(frozen=True)
+class CacheFigures:
+    """``ratio``: bytes a token on the heaviest stage over the single-stage figure.
+
+    ``share`` is that stage's share of the taps, which ``ratio`` should equal.
+    """
+
+    ratio: float
+    share: float
+    heaviest_bytes_per_token: float
+    single_bytes_per_token: float
+
+
+def measure(
+    rounds: int, prompts: int, tokens: int, notify: Callable[[str], None]
+) -> tuple[CaptureFigures, CacheFigures]:
+    """Start five engines: two without StageTap, two with it, and a single-stage one."""
+    model = resolve_model("smollm2")
+    plain: list[float] = []
+    exporting: list[float] = []
+    not_exporting: list[float] = []
+    caches: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="stagetap-bench-") as folder:
+        for seed, captures in enumerate((False, True, True, False)):
+            notify(f"engine {seed + 1} of 5: {'with' if captures else 'without'} StageTap")
+            store = str(Path(folder, f"store-{seed}")) if captures else ""
+            found = run_engine(
+                EngineSpec(model, STAGES, store, rounds, prompts, tokens, seed), folder
+            )
+            plain += found.get("plain", [])
+            exporting += found.get("exporting", [])
+            not_exporting += found.get("not_exporting", [])
+            caches = found.get("tap_caches", caches)
+        notify("engine 5 of 5: one stage, for its cache")
+        store = str(Path(folder, "store-single"))
+        (single,) = run_engine(EngineSpec(model, 1, store, 0, 1, 16, 9), folder)["tap_caches"]
+    capture = CaptureFigures(
+        over_plain=statistics.median(exporting) / statistics.median(plain),
+        over_not_exporting=statistics.median(
+            ours / theirs for ours, theirs in zip(exporting, not_exporting, strict=True)
+        ),
+        plain_tokens_per_s=statistics.median(plain),
+        not_exporting_tokens_per_s=statistics.median(not_exporting),
+        exporting_tokens_per_s=statistics.median(exporting),
+        spread=(max(plain) - min(plain)) / statistics.median(plain),
+        rounds=len(plain),
+    )
+    heaviest = max(caches, key=lambda cache: cache["bytes_per_token"])
+    return capture, CacheFigures(
+        ratio=heaviest["bytes_per_token"] / single["bytes_per_token"],
+        share=len(heaviest["taps"]) / len(single["taps"]),
+        heaviest_bytes_per_token=heaviest["bytes_per_token"],
+        single_bytes_per_token=single["bytes_per_token"],
+    )
+
+
+def run_engine(spec: EngineSpec, folder: str) -> dict[str, Any]:
+    """Run one engine to its end. Raises RuntimeError with the end of its output when it fails."""
+    result = Path(folder, "result.json")
+    argument = json.dumps({**asdict(spec), "result": str(result)})
+    child = subprocess.run(
+        [sys.executable, "-m", "bench.engine_child", argument],
+        cwd=TESTS,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if child.returncode != 0:
+        raise RuntimeError(f"an engine ended with {child.returncode}:\n{child.stdout[-4000:]}")
+    return dict(json.loads(result.read_text()))

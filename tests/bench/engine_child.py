@@ -1,0 +1,125 @@
+"""One engine in a process of its own: feeds it batches and says how long each took."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 49_000
+
+
+def main() -> None:
+    """Run the measurement that the first argument describes in JSON; see ``EngineSpec``."""
+    spec = json.loads(sys.argv[1])
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # Lets a function run in the workers.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    result = measure_with_stagetap(spec) if spec["store"] else measure_plain(spec)
+    Path(spec["result"]).write_text(json.dumps(result))
+
+
+def measure_with_stagetap(spec: dict[str, Any]) -> dict[str, Any]:
+    """Batches that export and batches that do not, in turn, in one engine."""
+    from stagetap.engine.session import CaptureSession
+
+    with CaptureSession(
+        spec["model"],
+        layers=spec["layers"],
+        store=spec["store"],
+        pp=spec["pp"],
+        engine_args=engine_args(),
+    ) as session:
+        engine = session._engine
+        batches = Batches(spec)
+        caches = engine.collective_rpc(tap_cache)
+        rates: dict[str, list[float]] = {"exporting": [], "not_exporting": []}
+        for turn in range(spec["rounds"] + 1):
+            # Who comes first changes, so that neither profits from what the other left behind.
+            for name in sorted(rates, reverse=bool(turn % 2)):
+                rate = timed_batch(engine, batches.next(), export=name == "exporting")
+                if turn:  # The first turn warms up.
+                    rates[name].append(rate)
+    return {**rates, "tap_caches": caches}
+
+
+def measure_plain(spec: dict[str, Any]) -> dict[str, Any]:
+    """Batches in an engine that does not use StageTap."""
+    from stagetap.engine.environment import engine_environment
+
+    os.environ.update(engine_environment(spec["pp"], 1))
+    from vllm import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    arguments = EngineArgs(
+        model=spec["model"],
+        pipeline_parallel_size=spec["pp"],
+        distributed_executor_backend="mp",
+        enforce_eager=True,
+        **engine_args(),
+    )
+    engine = LLMEngine.from_engine_args(arguments)
+    batches = Batches(spec)
+    rates = [timed_batch(engine, batches.next(), export=False) for _ in range(spec["rounds"] + 1)]
+    engine.engine_core.shutdown()
+    return {"plain": rates[1:]}
+
+
+def engine_args() -> dict[str, Any]:
+    """What both engines have in common."""
+    return {"skip_tokenizer_init": True, "use_tqdm_on_load": False}
+
+
+class Batches:
+    """Batches of prompts that no prefix cache has seen."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self._numbers = random.Random(spec["seed"])
+        self._shape = (spec["prompts"], spec["tokens"])
+
+    def next(self) -> list[list[int]]:
+        """A batch like the last one, of other tokens."""
+        prompts, tokens = self._shape
+        return [
+            [self._numbers.randrange(VOCABULARY) for _ in range(tokens)] for _ in range(prompts)
+        ]
+
+
+def timed_batch(engine: Any, prompts: list[list[int]], export: bool) -> float:
+    """Prompt tokens per second, from the first request to the last final output."""
+    from vllm import SamplingParams
+
+    extra = {"kv_transfer_params": {"stagetap": {}}} if export else None
+    began = time.perf_counter()
+    for number, ids in enumerate(prompts):
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args=extra)
+        engine.add_request(str(number), {"prompt_token_ids": ids}, sampling)
+    left = len(prompts)
+    while left:
+        for output in engine.step():
+            if output.finished:
+                left -= 1
+                outcome = (output.kv_transfer_params or {}).get("stagetap", {})
+                if export and outcome.get("state") != "committed":
+                    raise RuntimeError(f"a sample was not committed: {outcome}")
+    return sum(map(len, prompts)) / (time.perf_counter() - began)
+
+
+def tap_cache(worker: Any) -> dict[str, Any]:
+    """In a worker: the taps that it owns, and what its cache for them takes for one token."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    side = get_kv_transfer_group()._worker
+    pages = side._pages  # [num_blocks, L, block_size, H]
+    taps = list(side._capture.taps.layer_ids)
+    if not taps:
+        return {"taps": [], "bytes_per_token": 0}
+    tokens = pages.shape[0] * pages.shape[2]
+    return {"taps": taps, "bytes_per_token": pages.numel() * pages.element_size() / tokens}
+
+
+if __name__ == "__main__":
+    main()
