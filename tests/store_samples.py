@@ -61,10 +61,10 @@ def owned(what: Tapped, stage: int) -> tuple[Layer, ...]:
     return tuple(Layer(id=k, role="last" if k == last else "aux") for k in ids)
 
 
-def states(layer_id: int, tokens: int, seed: int = 0) -> torch.Tensor:
+def states(layer_id: int, tokens: int, seed: int = 0, hidden: int = HIDDEN) -> torch.Tensor:
     """[T, H] float32: what the layer of this id holds."""
     generator = torch.Generator().manual_seed(1000 * seed + layer_id)
-    return torch.randn(tokens, HIDDEN, generator=generator)
+    return torch.randn(tokens, hidden, generator=generator)
 
 
 def token_ids(tokens: int, seed: int = 0) -> np.ndarray:
@@ -78,7 +78,8 @@ def job(
     """The job that publishes one stage's states."""
     layers = owned(what, stage)
     dtype = getattr(torch, what.dtype)
-    rows = torch.stack([states(layer.id, tokens, seed) for layer in layers], dim=1).to(dtype)
+    columns = [states(layer.id, tokens, seed, what.hidden_size) for layer in layers]
+    rows = torch.stack(columns, dim=1).to(dtype)
     lowest = min(s for s in range(what.pp_size) if owned(what, s))
 
     def gather(start: int, end: int, out: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ so that a manifest that contradicts itself is neither written nor believed.
 """
 
 import hashlib
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -19,6 +20,11 @@ MAX_METADATA_BYTES = 64 * 1024
 # Bytes per element of what can be stored, and the name of the type in a safetensors header.
 DTYPE_ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 SAFETENSORS_DTYPE = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}
+
+# A relative path of named parts: none of them empty, `.` or `..`.
+_INSIDE_STORE = re.compile(
+    r"(?!\.{1,2}(?:/|$))[^/\\\x00-\x1f]+(?:/(?!\.{1,2}(?:/|$))[^/\\\x00-\x1f]+)*"
+)
 
 Role = Literal["aux", "last"]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -136,25 +142,17 @@ def encode(manifest: Manifest) -> bytes:
     return line
 
 
-def decode(line: bytes) -> Manifest:
-    """The manifest of one JSON document; the version is looked at before anything else.
+def decode(line: bytes | msgspec.Raw) -> Manifest:
+    """The manifest of one JSON document.
 
-    Raises UnknownVersion or MalformedManifest, and nothing else.
+    Raises UnknownVersion, whatever else such a document holds, or MalformedManifest; nothing else.
     """
-    try:
-        head = _decode_head(line)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise _malformed(None, str(error)) from error
-    if head.manifest_version != MANIFEST_VERSION:
-        raise UnknownVersion(
-            f"sample {head.sample_id!r}: manifest_version is {head.manifest_version}, this "
-            f"StageTap reads {MANIFEST_VERSION}: read it with the version that wrote it",
-            sample_id=head.sample_id,
-        )
     try:
         manifest = _decode_manifest(line)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise _malformed(head.sample_id, str(error)) from error
+        raise _undecodable(line, error) from error
+    if manifest.manifest_version != MANIFEST_VERSION:
+        raise _unknown_version(manifest.manifest_version, manifest.sample_id)
     validate(manifest)
     return manifest
 
@@ -186,7 +184,7 @@ def check_metadata(metadata: object) -> None:
 
 def validate(manifest: Manifest) -> None:
     """Raise MalformedManifest unless the manifest agrees with itself in every number."""
-    problem = _problem_of_version(manifest) or _problem_of_taps(manifest.tapped)
+    problem = _problem_of_counts(manifest) or _problem_of_taps(manifest.tapped)
     for fragment in manifest.fragments:
         problem = problem or _problem_of_fragment(manifest, fragment)
     problem = problem or _problem_of_whole(manifest)
@@ -203,7 +201,7 @@ def json_schema() -> dict[str, Any]:
     }
 
 
-def _problem_of_version(manifest: Manifest) -> str | None:
+def _problem_of_counts(manifest: Manifest) -> str | None:
     if manifest.manifest_version != MANIFEST_VERSION:
         return f"manifest_version is {manifest.manifest_version}, not {MANIFEST_VERSION}"
     if manifest.prompt_token_count > manifest.token_count:
@@ -259,7 +257,7 @@ def _problem_of_fragment(manifest: Manifest, fragment: Fragment) -> str | None:
     if fragment.file_bytes is not None and fragment.file_bytes < fragment.byte_size:
         return f"{where}: file_bytes {fragment.file_bytes} is less than its {size_bytes} bytes"
     for path in (fragment.path, *fragment.parts):
-        if not _stays_inside(path):
+        if not _INSIDE_STORE.fullmatch(path):
             return f"{where}: path {path!r} leaves the store"
     return None
 
@@ -278,9 +276,23 @@ def _problem_of_whole(manifest: Manifest) -> str | None:
     return None
 
 
-def _stays_inside(path: str) -> bool:
-    unsafe = "\\" in path or any(ord(character) < 32 for character in path)
-    return not unsafe and all(part not in ("", ".", "..") for part in path.split("/"))
+def _undecodable(line: bytes | msgspec.Raw, error: Exception) -> MalformedManifest | UnknownVersion:
+    """What to say of a line that is no manifest of this version: of another one, or of none?"""
+    try:
+        head = _decode_head(line)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return _malformed(None, str(error))
+    if head.manifest_version == MANIFEST_VERSION:
+        return _malformed(head.sample_id, str(error))
+    return _unknown_version(head.manifest_version, head.sample_id)
+
+
+def _unknown_version(found: int, sample_id: str | None) -> UnknownVersion:
+    return UnknownVersion(
+        f"sample {sample_id!r}: manifest_version is {found}, this StageTap reads "
+        f"{MANIFEST_VERSION}: read it with the version that wrote it",
+        sample_id=sample_id,
+    )
 
 
 def _malformed(sample_id: str | None, problem: str) -> MalformedManifest:

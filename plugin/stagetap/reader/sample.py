@@ -1,7 +1,7 @@
 """One sample, put together from the fragments of its stages."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,7 +38,7 @@ class Sample:
         self.manifest = manifest
         self.input_ids = input_ids
         self._stages = tuple(stages)
-        self._hidden_states: torch.Tensor | None = None
+        self._assembled: _Assembled | None = None
 
     @property
     def sample_id(self) -> str:
@@ -58,18 +58,24 @@ class Sample:
 
     @property
     def hidden_states(self) -> torch.Tensor:
-        """[T, L, H], contiguous. Assembled at the first use and kept.
+        """[T, L, H]. Assembled at the first use and kept.
 
-        A view on the stored bytes when one fragment holds just these layers in this order, else
-        one copy.
+        A view on the stored bytes when one fragment holds these layers in this order, else one
+        copy. The rows [L, H] are contiguous; between them the last layer may lie.
         """
-        if self._hidden_states is None:
-            self._hidden_states = self._assemble()
-        return self._hidden_states
+        if self._assembled is None:
+            self._assembled = _assemble(self._stages, self.layer_ids)
+        return self._assembled.hidden_states
 
     @property
     def last_hidden_states(self) -> torch.Tensor | None:
-        """[T, H], a view on the stored bytes, or None when the last layer was not asked for."""
+        """[T, H], a view, or None when the last layer was not asked for.
+
+        On what `hidden_states` assembled, if that took the last layer along, else on the stored
+        bytes.
+        """
+        if self._assembled is not None and self._assembled.last is not None:
+            return self._assembled.last
         last = self.manifest.tapped.num_hidden_layers
         return self.layer(last) if last in self.manifest.tapped.layer_ids else None
 
@@ -104,22 +110,39 @@ class Sample:
 
     def __getstate__(self) -> dict[str, Any]:
         # Whoever receives the fragments can assemble them; sending both would double the bytes.
-        return self.__dict__ | {"_hidden_states": None}
+        return self.__dict__ | {"_assembled": None}
 
-    def _assemble(self) -> torch.Tensor:
-        """The aux layers in asked order, copied in runs of neighbouring columns."""
-        wanted = self.layer_ids
-        for stage in self._stages:
-            if tuple(layer.id for layer in stage.fragment.layers) == wanted:
-                return stage.tensor
-        target_of = {layer_id: column for column, layer_id in enumerate(wanted)}
-        whole = self._stages[0].tensor
-        tokens, _, hidden = whole.shape
-        out = whole.new_empty(tokens, len(wanted), hidden)
-        for stage in self._stages:
-            for start, end, target in _runs(stage.fragment, target_of):
-                out[:, target : target + end - start].copy_(stage.tensor[:, start:end])
-        return out
+
+class _Assembled(NamedTuple):
+    hidden_states: torch.Tensor  # [T, L, H]
+    last: torch.Tensor | None  # [T, H], where it came along
+
+
+def _assemble(stages: Sequence[StageStates], wanted: Sequence[int]) -> _Assembled:
+    """The layers `wanted`, which are all but the last one, in this order."""
+    # The last layer has the highest id: a fragment that begins with it holds no other.
+    holders = [stage for stage in stages if stage.fragment.layers[0].role == "aux"]
+    if not holders:
+        return _Assembled(stages[0].tensor[:, :0], None)
+    stored = [layer.id for stage in holders for layer in stage.fragment.layers]
+    count = len(wanted)
+    if stored[:count] != list(wanted):
+        return _Assembled(_in_order(holders, wanted), None)
+    # Copying the last layer along, where it is in one of these, costs less than stepping over it.
+    tensors = [stage.tensor for stage in holders]
+    whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1)
+    return _Assembled(whole[:, :count], whole[:, count] if len(stored) > count else None)
+
+
+def _in_order(stages: Sequence[StageStates], wanted: Sequence[int]) -> torch.Tensor:
+    """[T, len(wanted), H], copied in runs of neighbouring columns."""
+    target_of = {layer_id: column for column, layer_id in enumerate(wanted)}
+    tokens, _, hidden = stages[0].tensor.shape
+    out = stages[0].tensor.new_empty(tokens, len(wanted), hidden)
+    for stage in stages:
+        for start, end, target in _runs(stage.fragment, target_of):
+            out[:, target : target + end - start].copy_(stage.tensor[:, start:end])
+    return out
 
 
 def _runs(fragment: Fragment, target_of: dict[int, int]) -> list[tuple[int, int, int]]:

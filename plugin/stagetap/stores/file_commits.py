@@ -41,7 +41,7 @@ def commit_body(committed_at_ns: int, manifest: Manifest) -> bytes:
 
 def manifest_of(body: bytes) -> Manifest:
     """The manifest in a log entry. Raises MalformedManifest or UnknownVersion."""
-    return decode(bytes(_decode_commit_line(body).manifest))
+    return decode(_decode_commit_line(body).manifest)
 
 
 def delete_body(entry: CommitEntry) -> bytes:

@@ -12,7 +12,6 @@ A fragment is a plain safetensors file: `input_ids` (int64 [T], on the lowest ow
 multiple of 64 bytes. Its metadata says which fragment it is.
 """
 
-import json
 import re
 
 import msgspec
@@ -20,7 +19,7 @@ import msgspec
 from stagetap.errors import StageTapError
 from stagetap.keys import attempt_key, error_key, fragment_key
 from stagetap.manifest import DTYPE_ITEMSIZE, SAFETENSORS_DTYPE, Layer
-from stagetap.stores.base import FragmentHeader, SampleRef
+from stagetap.stores.base import SampleRef
 
 INVARIANT_NAME = "stagetap.json"
 COMMITS = "commits"
@@ -45,7 +44,7 @@ class TensorEntry(msgspec.Struct, frozen=True):
     data_offsets: tuple[int, int]
 
 
-class FragmentHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FragmentHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The safetensors header of a fragment."""
 
     hidden_states: TensorEntry
@@ -85,40 +84,37 @@ def is_fragment(name: str) -> bool:
     return _FRAGMENT_NAME.fullmatch(name) is not None
 
 
-def fragment_metadata(ref: SampleRef, stage: int, layers: tuple[Layer, ...]) -> dict[str, str]:
-    """What a fragment says of itself, so that no other file can pass for it."""
-    return {
-        "stagetap": "1",
-        "run_id": ref.run_id,
-        "sample_id": ref.sample_id,
-        "attempt": ref.attempt,
-        "stage": str(stage),
-        "layers": ",".join(f"{layer.id}:{layer.role}" for layer in layers),
-    }
-
-
-def payload_bytes(header: FragmentHeader) -> int:
-    """The size of `hidden_states` in bytes."""
-    tokens, columns, hidden = header.shape
-    return tokens * columns * hidden * DTYPE_ITEMSIZE[header.dtype]
-
-
-def encode_head(header: FragmentHeader) -> bytes:
-    """All that precedes the first tensor of a fragment: length and padded JSON."""
-    ids_bytes = 0 if header.token_ids is None else 8 * header.shape[0]
-    tensors: dict[str, object] = {}
-    if header.token_ids is not None:
-        tensors["input_ids"] = _tensor("I64", [header.shape[0]], 0, ids_bytes)
-    tensors["hidden_states"] = _tensor(
-        SAFETENSORS_DTYPE[header.dtype],
-        list(header.shape),
-        ids_bytes,
-        ids_bytes + payload_bytes(header),
+def head_of(
+    ref: SampleRef,
+    stage: int,
+    layers: tuple[Layer, ...],
+    dtype: str,
+    shape: tuple[int, int, int],
+    with_input_ids: bool,
+) -> FragmentHead:
+    """The header of this fragment. It says which one it is, so that no other file passes for it."""
+    tokens, columns, hidden = shape
+    ids_bytes = 8 * tokens if with_input_ids else 0
+    end = ids_bytes + tokens * columns * hidden * DTYPE_ITEMSIZE[dtype]
+    return FragmentHead(
+        hidden_states=TensorEntry(SAFETENSORS_DTYPE[dtype], shape, (ids_bytes, end)),
+        metadata={
+            "stagetap": "1",
+            "run_id": ref.run_id,
+            "sample_id": ref.sample_id,
+            "attempt": ref.attempt,
+            "stage": str(stage),
+            "layers": ",".join([f"{layer.id}:{layer.role}" for layer in layers]),
+        },
+        input_ids=TensorEntry("I64", (tokens,), (0, ids_bytes)) if with_input_ids else None,
     )
-    metadata = fragment_metadata(header.ref, header.stage, header.layers)
-    text = json.dumps({"__metadata__": metadata, **tensors}, separators=(",", ":")).encode()
-    padding = -(_LENGTH_BYTES + len(text) + ids_bytes) % _ALIGNMENT_BYTES
-    text += b" " * padding
+
+
+def encode_head(head: FragmentHead) -> bytes:
+    """All that precedes the first tensor of a fragment: length and padded JSON."""
+    text = msgspec.json.encode(head)
+    payload_start = _LENGTH_BYTES + len(text) + head.hidden_states.data_offsets[0]
+    text += b" " * (-payload_start % _ALIGNMENT_BYTES)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
@@ -135,7 +131,3 @@ def decode_head(file: memoryview) -> tuple[FragmentHead, int]:
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise NotAFragment(f"its header cannot be read ({error})") from error
     return head, start
-
-
-def _tensor(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, object]:
-    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}

@@ -8,7 +8,7 @@ import msgspec
 
 from stagetap.errors import ForeignFile, MissingFragment, StoreError, TruncatedFragment
 from stagetap.keys import component
-from stagetap.manifest import SAFETENSORS_DTYPE, Fragment, Manifest
+from stagetap.manifest import Fragment, Manifest
 from stagetap.stores.base import CommitEntry, DeleteEntry, Failure, FragmentBytes, SampleRef
 from stagetap.stores.checks import fragment_error
 from stagetap.stores.file_commits import Ledger
@@ -17,9 +17,8 @@ from stagetap.stores.file_io import listed, naming
 from stagetap.stores.file_layout import (
     TOP_LEVEL,
     NotAFragment,
-    TensorEntry,
     decode_head,
-    fragment_metadata,
+    head_of,
     is_error_record,
 )
 from stagetap.stores.file_removal import Deletions, attempt_directory, remove_attempt
@@ -61,22 +60,17 @@ class FileStoreReader:
         ref = SampleRef(
             run_id=manifest.run_id, sample_id=manifest.sample_id, attempt=manifest.attempt
         )
-        if head.metadata != fragment_metadata(ref, fragment.stage, fragment.layers):
-            raise _foreign(manifest, fragment, f"it says of itself {head.metadata}")
-        ids_bytes = 8 * manifest.token_count if fragment.input_ids else 0
-        expected = TensorEntry(
-            dtype=SAFETENSORS_DTYPE[fragment.dtype],
-            shape=fragment.shape,
-            data_offsets=(ids_bytes, ids_bytes + fragment.byte_size),
+        expected = head_of(
+            ref, fragment.stage, fragment.layers, fragment.dtype, fragment.shape, fragment.input_ids
         )
-        ids = TensorEntry(dtype="I64", shape=fragment.shape[:1], data_offsets=(0, ids_bytes))
-        if head.hidden_states != expected or head.input_ids != (ids if ids_bytes else None):
-            raise _foreign(manifest, fragment, "its tensors are not those of the manifest")
-        if start + ids_bytes + fragment.byte_size != len(file):
-            raise _foreign(manifest, fragment, "its tensors do not fill the file")
+        if head != expected:
+            raise _foreign(manifest, fragment, f"it says of itself {head.metadata}")
+        ids_end, end = (start + offset for offset in expected.hidden_states.data_offsets)
+        if end != len(file):
+            raise _foreign(manifest, fragment, "its tensors do not fill it")
         return FragmentBytes(
-            payload=file[start + ids_bytes :],
-            input_ids=file[start : start + ids_bytes] if ids_bytes else None,
+            payload=file[ids_end:],
+            input_ids=file[start:ids_end] if fragment.input_ids else None,
         )
 
     def failures(self, run_id: str | None, sample_id: str) -> list[Failure]:
@@ -111,8 +105,10 @@ class FileStoreReader:
         try:
             found_bytes = os.fstat(fd).st_size
             _check_size(manifest, fragment, found_bytes)
-            with naming("map", path, found_bytes):
-                return memoryview(mmap.mmap(fd, found_bytes, access=mmap.ACCESS_COPY))
+            return memoryview(mmap.mmap(fd, found_bytes, access=mmap.ACCESS_COPY))
+        except OSError as error:
+            reason = f"cannot map {path} ({error.strerror}): copy the store to another file system"
+            raise fragment_error(ForeignFile, manifest, fragment, reason) from error
         finally:
             os.close(fd)
 

@@ -100,7 +100,7 @@ def _verify(
         if progress is not None:
             progress(done, len(winners))
     named = {attempt_directory(entry) for entry in kept}
-    report.orphans = _orphans(root, named)
+    report.orphans = _orphans(root, named, with_nonces=not report.live_writers)
     if gc:
         report.swept_bytes = _sweep(root, report.orphans)
     return report
@@ -179,7 +179,7 @@ def _lock_for_sweeping(root: str) -> int:
         raise
 
 
-def _orphans(root: str, named: set[str]) -> list[Orphan]:
+def _orphans(root: str, named: set[str], with_nonces: bool) -> list[Orphan]:
     """Attempts that no commit names, scratch files, and nonces of engines that have ended."""
     attempts = [
         os.path.join(run, sample, attempt)
@@ -191,7 +191,8 @@ def _orphans(root: str, named: set[str]) -> list[Orphan]:
     paths = [
         path for path in attempts if path not in named and is_ours(listed(os.path.join(root, path)))
     ]
-    paths += [os.path.join(NONCES, name) for name in listed(os.path.join(root, NONCES))]
+    if with_nonces:
+        paths += [os.path.join(NONCES, name) for name in listed(os.path.join(root, NONCES))]
     paths += [name for name in listed(root) if name.startswith(SCRATCH_PREFIX)]
     return [Orphan(path=path, size_bytes=_size_bytes(os.path.join(root, path))) for path in paths]
 

@@ -17,13 +17,7 @@ from stagetap.stores.file_io import (
     write_all,
     write_scratch,
 )
-from stagetap.stores.file_layout import (
-    NONCES,
-    attempt_path,
-    encode_head,
-    fragment_path,
-    payload_bytes,
-)
+from stagetap.stores.file_layout import NONCES, attempt_path, encode_head, fragment_path, head_of
 
 _MKDIR_TRIES = 10
 
@@ -76,10 +70,14 @@ class FileFragmentWriter:
         self._path = os.path.join(root, self._relative_path)
         self._directory = os.path.dirname(self._path)
         self._scratch = scratch_path(self._directory, str(header.stage))
-        head = encode_head(header)
         ids = b"" if header.token_ids is None else _int64_bytes(header.token_ids)
-        self._missing_bytes = payload_bytes(header)
-        self.file_bytes = len(head) + len(ids) + self._missing_bytes
+        head = head_of(
+            header.ref, header.stage, header.layers, header.dtype, header.shape, bool(ids)
+        )
+        start, end = head.hidden_states.data_offsets
+        self._missing_bytes = end - start
+        prefix = encode_head(head) + ids
+        self.file_bytes = len(prefix) + self._missing_bytes
         if os.path.lexists(self._path):
             raise StoreError(
                 f"{self._path} exists already: an attempt id was used twice; use a fresh one",
@@ -88,8 +86,7 @@ class FileFragmentWriter:
         with naming("write", self._path, self.file_bytes):
             self._fd = os.open(self._scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
             try:
-                write_all(self._fd, head)
-                write_all(self._fd, ids)
+                write_all(self._fd, prefix)
             except OSError:
                 self._discard()
                 raise

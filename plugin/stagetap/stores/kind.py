@@ -20,6 +20,8 @@ def kind_of(manifest: Manifest) -> Invariant:
 
 def difference(stored: Invariant, other: Invariant) -> tuple[str, str, str] | None:
     """The first field in which two kinds differ, with both values as text, or None."""
+    if stored == other:
+        return None
     for field in stored.__struct_fields__:
         ours, theirs = getattr(stored, field), getattr(other, field)
         if ours != theirs:
