@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import bench_capture, bench_reader
+from stagetap.cli.output import activity
 
 
 def main() -> None:
@@ -23,11 +24,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=500, help="tokens in a prompt")
     parser.add_argument("--reader-only", action="store_true", help="start no engine")
     arguments = parser.parse_args()
-    notes = Console(stderr=True)
     document: dict[str, object] = {}
     table = Table("what", "ratio", "goal", "figures")
-    with notes.status("") as status:
-        status.update("reading")
+    with activity() as notify:
+        notify("reading")
         with tempfile.TemporaryDirectory(prefix="stagetap-bench-") as folder:
             bench_reader.write_store(Path(folder, "store"))
             reader = bench_reader.measure(Path(folder, "store"))
@@ -41,7 +41,7 @@ def main() -> None:
         )
         if not arguments.reader_only:
             capture, cache = bench_capture.measure(
-                arguments.rounds, arguments.prompts, arguments.tokens, status.update
+                arguments.rounds, arguments.prompts, arguments.tokens, notify
             )
             document |= {"capture": asdict(capture), "tap_cache": asdict(cache)}
             table.add_row(

@@ -20,7 +20,7 @@ from stagetap.cli.arguments import (
     TpOption,
     engine_arguments,
 )
-from stagetap.cli.output import human_bytes, notes, print_json, results, stdout_kept_clean
+from stagetap.cli.output import activity, human_bytes, notes, print_json, results, stdout_kept_clean
 from stagetap.errors import Refused
 from stagetap.models import resolve_model
 from stagetap.taps import parse_layer_ids, validate_layer_ids
@@ -219,7 +219,8 @@ def _run_engine(job: _Job, prompts: Sequence[Any], guard: Any) -> tuple[Any, flo
     from stagetap.engine.session import CaptureSession
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    with notes().status(f"starting vLLM on {job.pp * job.tp} processes"):
+    with activity() as notify:
+        notify(f"starting vLLM with {job.pp} stages of {job.tp} ranks")
         session = CaptureSession(
             job.model,
             layers=job.layers,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stagetap.cli.equivalence import show_layers, show_verdict
-from stagetap.cli.output import human_bytes, notes, results, table
+from stagetap.cli.output import activity, human_bytes, results, table
 from stagetap.errors import Refused
 from stagetap.models import resolve_model
 
@@ -78,7 +78,7 @@ def demo_command(
     remove_earlier_demo(out)
     with (
         tempfile.TemporaryDirectory(prefix="stagetap-demo-") as folder,
-        notes().status("") as status,
+        activity() as notify,
     ):
         prompt_file = Path(folder, "demo.jsonl")
         prompt_file.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
@@ -90,7 +90,7 @@ def demo_command(
             reference=Path(folder, "pp1"),
             reuse_reference=False,
             scratch=Path(folder),
-            notify=status.update,
+            notify=notify,
         )
         _show(proof, out)
     if not proof.comparison.bitwise:

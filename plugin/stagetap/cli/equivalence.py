@@ -18,7 +18,7 @@ from stagetap.cli.arguments import (
     TpOption,
     engine_arguments,
 )
-from stagetap.cli.output import notes, print_json, results, table
+from stagetap.cli.output import activity, notes, print_json, results, table
 from stagetap.errors import Refused
 from stagetap.models import resolve_model
 from stagetap.taps import parse_layer_ids, validate_layer_ids
@@ -103,7 +103,7 @@ def equivalence_command(
         chosen = prompts_of_lengths(
             parse_lengths(lengths) if lengths else DEFAULT_LENGTHS, facts.vocab_size
         )
-    with _workplace(keep) as folder, notes().status("") as status:
+    with _workplace(keep) as folder, activity() as notify:
         proof = prove(
             arm,
             chosen,
@@ -112,7 +112,7 @@ def equivalence_command(
             reference=reference or folder / "pp1",
             reuse_reference=reference is not None,
             scratch=folder,
-            notify=status.update,
+            notify=notify,
         )
         document = _document(arm, proof, tolerant, kept=keep is not None)
     if as_json:

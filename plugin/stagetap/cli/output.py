@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from typing import Any, TextIO
 
@@ -47,6 +47,17 @@ def stdout_kept_clean() -> Iterator[TextIO]:
         kept.flush()
         os.dup2(kept.fileno(), 1)
         kept.close()
+
+
+@contextmanager
+def activity() -> Iterator[Callable[[str], None]]:
+    """A function to say what is going on, on stderr: a spinner, or lines where that is a file."""
+    console = notes()
+    if not console.is_terminal:
+        yield console.print
+        return
+    with console.status("") as status:
+        yield status.update
 
 
 def human_bytes(count: float) -> str:
