@@ -194,11 +194,13 @@ def validate(manifest: Manifest) -> None:
 
 def json_schema() -> dict[str, Any]:
     """The JSON Schema of a manifest, as kept in `stagetap/manifest.schema.json`."""
-    return {
+    schema = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"StageTap manifest, version {MANIFEST_VERSION}",
         **msgspec.json.schema(Manifest),
     }
+    # Default values come as tuples, which JSON has not.
+    return dict(msgspec.json.decode(_encode_json(schema)))
 
 
 def _problem_of_counts(manifest: Manifest) -> str | None:
