@@ -12,7 +12,7 @@ default:
 
 # Make the environment: venv, vLLM, plugin, patches, the SmolLM2 checkpoint.
 setup:
-    @sh .setup/run
+    @sh .setup/run >&2
 
 # Capture SmolLM2 on two stages, and prove it equal to one.
 demo *args: setup
@@ -40,7 +40,7 @@ test-gpu *args: setup
 
 # Measure capture and reading; `--json` for one line of JSON.
 bench *args: setup
-    @'{{ bin }}/python' -m stagetap.bench {{ args }}
+    @PYTHONPATH=tests '{{ bin }}/python' -m bench {{ args }}
 
 # Formatting, lint rules, types.
 lint:
