@@ -218,28 +218,29 @@ def _run_engine(job: _Job, prompts: Sequence[Any], guard: Any) -> tuple[Any, flo
     from stagetap.cli.interrupt import Interruption
     from stagetap.engine.session import CaptureSession
 
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    with activity() as notify:
-        notify(f"starting vLLM with {job.pp} stages of {job.tp} ranks")
-        session = CaptureSession(
-            job.model,
-            layers=job.layers,
-            store=job.out,
-            pp=job.pp,
-            tp=job.tp,
-            max_len=job.max_len,
-            run_id=job.run,
-            include_output=job.include_output,
-            engine_args={
-                "use_tqdm_on_load": False,
-                # Prompts come as token ids; only generation asks the tokenizer where to end.
-                "skip_tokenizer_init": not job.include_output,
-                **job.engine_args,
-            },
-        )
-    with Interruption() as interruption:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    engine_args = {
+        "use_tqdm_on_load": False,
+        # Prompts come as token ids; only generation asks the tokenizer where to end.
+        "skip_tokenizer_init": not job.include_output,
+        **job.engine_args,
+    }
+    with Interruption(_say_stopping) as interruption:
+        with activity() as notify:
+            notify(f"starting vLLM with {job.pp} stages of {job.tp} ranks")
+            session = CaptureSession(
+                job.model,
+                layers=job.layers,
+                store=job.out,
+                pp=job.pp,
+                tp=job.tp,
+                max_len=job.max_len,
+                run_id=job.run,
+                include_output=job.include_output,
+                engine_args=engine_args,
+            )
         try:
-            with CaptureProgress(len(prompts), guard) as progress:
+            with interruption.deferred(), CaptureProgress(len(prompts), guard) as progress:
                 capture = CaptureRun(
                     session,
                     prompts,
@@ -252,6 +253,10 @@ def _run_engine(job: _Job, prompts: Sequence[Any], guard: Any) -> tuple[Any, flo
                 return tally, progress.seconds
         finally:
             session.close()
+
+
+def _say_stopping() -> None:
+    notes().print("\ninterrupted: what is in flight ends first; Ctrl-C again drops it")
 
 
 def _show(job: _Job, report: dict[str, Any], as_json: bool, stdout: TextIO) -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
 from stagetap.cli.arguments import JsonOption
 from stagetap.cli.output import human_bytes, print_json, results, table
@@ -116,7 +116,7 @@ def _sample(uri: str, sample_id: str, run: str | None) -> dict[str, Any]:
 
 def _show_dataset(document: dict[str, Any]) -> None:
     console = results()
-    facts = Table.grid(padding=(0, 2))
+    facts = Table.grid(Column(), Column(overflow="fold"), padding=(0, 2))
     for label, value in (
         ("dataset", document["uri"]),
         ("model", ", ".join(dict.fromkeys(run["model"] for run in document["runs"])) or "-"),
@@ -157,7 +157,7 @@ def _show_dataset(document: dict[str, Any]) -> None:
 def _show_sample(document: dict[str, Any]) -> None:
     console = results()
     tapped = document["tapped"]
-    facts = Table.grid(padding=(0, 2))
+    facts = Table.grid(Column(), Column(overflow="fold"), padding=(0, 2))
     for label, value in (
         ("sample", document["sample_id"]),
         ("run", document["run_id"]),

@@ -12,12 +12,19 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.table import Column, Table
 
+_FILE_COLUMNS = 160
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
 
 
 def results(stream: TextIO | None = None) -> Console:
-    """A console for what a command was asked for: stdout, unless ``stream`` stands for it."""
-    return Console(file=stream, highlight=False, markup=False, emoji=False)
+    """A console for what a command was asked for: stdout, unless ``stream`` stands for it.
+
+    A file is no terminal of 80 columns: tables that go to one may be wider.
+    """
+    console = Console(file=stream, highlight=False, markup=False, emoji=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _FILE_COLUMNS
+    return console
 
 
 def notes() -> Console:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ class StoreSession:
             yield self._store(prompt.sample_id, prompt.token_ids)
             if number == self.interrupt_after:
                 os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.3)  # It arrives through another thread.
 
     def _store(self, sample_id: str, token_ids: list[int]) -> Captured:
         import msgspec
