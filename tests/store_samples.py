@@ -4,6 +4,7 @@
 dropped row or a foreign column is seen.
 """
 
+import itertools
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -23,6 +24,8 @@ from stagetap.stores.kind import kind_of
 LAYERS = 6
 HIDDEN = 16
 RUN = "run-1"
+
+_attempts = itertools.count()
 
 
 def tapped(
@@ -154,12 +157,10 @@ class Engine:
         assert f"nonce-{run}" in self.writer.read_nonces()
         self.committer.begin_run(invariant or kind_of(manifest(self.tapped, probe, (), 1)))
         self.publisher = Publisher(self.writer, slots, slot_bytes, writer_threads=2)
-        self._attempts = 0
 
     def ref(self, sample_id: str) -> SampleRef:
         """A fresh attempt."""
-        self._attempts += 1
-        attempt = f"attempt-{self._attempts}"
+        attempt = f"attempt-{next(_attempts)}"
         return SampleRef(run_id=self.run, sample_id=sample_id, attempt=attempt)
 
     def publish(self, ref: SampleRef, tokens: int, seed: int = 0) -> Manifest:

@@ -96,7 +96,10 @@ class StoreCommitter(Protocol):
     """The scheduler's side. Safe to call from several threads."""
 
     def leave_nonce(self, nonce: str) -> None:
-        """Leave `nonce` where every worker that shares this store reads it. Raises StoreError."""
+        """Leave `nonce` where every worker that shares this store reads it.
+
+        Raises Refused when the place is somebody else's, StoreError.
+        """
 
     def begin_run(self, invariant: Invariant) -> None:
         """Claim the store for this kind of data.

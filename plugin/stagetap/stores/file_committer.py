@@ -11,15 +11,16 @@ from stagetap.keys import component
 from stagetap.manifest import Manifest
 from stagetap.stores.base import Invariant, SampleRef
 from stagetap.stores.file_commits import Ledger, commit_body
-from stagetap.stores.file_invariant import claim
+from stagetap.stores.file_invariant import claim, is_claimed
 from stagetap.stores.file_io import (
+    make_below,
     make_root,
     naming,
     remove_if_there,
     try_lock,
     write_durably,
 )
-from stagetap.stores.file_layout import COMMITS, INVARIANT_NAME, NONCES, error_path
+from stagetap.stores.file_layout import COMMITS, INVARIANT_NAME, NONCES, attempt_path, error_path
 from stagetap.stores.file_log import LogWriter, new_writer_name
 from stagetap.stores.kind import difference, kind_of
 
@@ -39,11 +40,13 @@ class FileStoreCommitter:
         self._last_commit_ns = 0
 
     def leave_nonce(self, nonce: str) -> None:
-        """Write the nonce below the directory, which is created. Raises StoreError."""
+        """Write the nonce below the directory, which is created. Raises Refused, StoreError."""
         make_root(self._root)
+        if is_claimed(self._root):
+            # From here on gc must not take the nonce for a leftover.
+            self._lock_store()
+        make_below(self._root, NONCES)
         self._nonce_path = os.path.join(self._root, NONCES, component(nonce))
-        with naming("create", os.path.dirname(self._nonce_path)):
-            os.makedirs(os.path.dirname(self._nonce_path), exist_ok=True)
         write_durably(self._nonce_path, nonce.encode())
 
     def begin_run(self, invariant: Invariant) -> None:
@@ -103,8 +106,7 @@ class FileStoreCommitter:
             "failed_at_ns": time.time_ns(),
         }
         path = os.path.join(self._root, error_path(ref, stage))
-        with naming("create", os.path.dirname(path)):
-            os.makedirs(os.path.dirname(path), exist_ok=True)
+        make_below(self._root, attempt_path(ref))
         write_durably(path, msgspec.json.encode(fields) + b"\n")
 
     def close(self) -> None:
@@ -121,7 +123,9 @@ class FileStoreCommitter:
                 remove_if_there(self._nonce_path)
 
     def _lock_store(self) -> None:
-        """Share the lock that gc wants for itself alone."""
+        """Share the lock that gc wants for itself alone. Twice is no error."""
+        if self._store_lock_fd >= 0:
+            return
         path = os.path.join(self._root, INVARIANT_NAME)
         with naming("lock", path):
             self._store_lock_fd = os.open(path, os.O_RDONLY)

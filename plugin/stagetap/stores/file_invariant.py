@@ -56,14 +56,21 @@ def read_invariant(root: str) -> Invariant:
         ) from error
 
 
+def is_claimed(root: str) -> bool:
+    """Whether the directory holds a store. Raises Refused when it holds something else instead."""
+    if os.path.lexists(os.path.join(root, INVARIANT_NAME)):
+        return True
+    _refuse_foreign_directory(root)
+    return False
+
+
 def claim(root: str, invariant: Invariant) -> None:
     """Create `stagetap.json` and the directories beside it, or find one that says the same.
 
     Raises Refused when the directory holds other data, StoreError when it cannot be written.
     """
     path = os.path.join(root, INVARIANT_NAME)
-    if not os.path.lexists(path):
-        _refuse_foreign_directory(root)
+    if not is_claimed(root):
         # Before the file: a store without its logs is damaged, and not merely empty.
         for name in (COMMITS, DELETES, NONCES):
             with naming("create", os.path.join(root, name)):

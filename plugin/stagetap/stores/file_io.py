@@ -16,6 +16,8 @@ from stagetap.errors import StoreError
 # Names with this prefix are half-written things; readers do not see them and gc sweeps them.
 SCRATCH_PREFIX = ".stagetap."
 
+_MKDIR_TRIES = 10
+
 _CURES = {
     errno.ENOSPC: "free some space or choose a directory on another disk",
     errno.EDQUOT: "raise the quota or choose a directory on another disk",
@@ -129,6 +131,34 @@ def make_root(root: str) -> None:
         if not os.path.isdir(root):
             os.makedirs(root, exist_ok=True)
             fsync_directory(os.path.dirname(root))
+
+
+def make_below(root: str, relative_path: str) -> None:
+    """Create directories below `root`, which must exist: one that was moved away does not return.
+
+    Other processes create and remove the same directories meanwhile; they cannot win for ever.
+    Raises StoreError.
+    """
+    path = os.path.join(root, relative_path)
+    with naming("create", path):
+        for tries_left in reversed(range(_MKDIR_TRIES)):
+            try:
+                directory = root
+                for name in relative_path.split("/"):
+                    directory = os.path.join(directory, name)
+                    _make_directory(directory)
+                return
+            except FileNotFoundError:
+                if not tries_left or not os.path.isdir(root):
+                    raise
+
+
+def _make_directory(path: str) -> None:
+    try:
+        os.mkdir(path)
+    except FileExistsError:
+        if not os.path.isdir(path):
+            raise
 
 
 def lock_exclusively(fd: int) -> None:

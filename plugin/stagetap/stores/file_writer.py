@@ -10,6 +10,7 @@ from stagetap.stores.base import FragmentHeader, FragmentWriter, StoredFragment
 from stagetap.stores.file_io import (
     fsync_directory,
     listed,
+    make_below,
     make_root,
     naming,
     remove_if_there,
@@ -18,8 +19,6 @@ from stagetap.stores.file_io import (
     write_scratch,
 )
 from stagetap.stores.file_layout import NONCES, attempt_path, encode_head, fragment_path, head_of
-
-_MKDIR_TRIES = 10
 
 
 class FileStoreWriter:
@@ -52,8 +51,7 @@ class FileStoreWriter:
 
     def open_fragment(self, header: FragmentHeader) -> FragmentWriter:
         """Create the fragment's file and write all that precedes its rows. Raises StoreError."""
-        directory = os.path.join(self._root, attempt_path(header.ref))
-        _make_attempt_directory(self._root, directory)
+        make_below(self._root, attempt_path(header.ref))
         return FileFragmentWriter(self._root, header, self._runs)
 
     def close(self) -> None:
@@ -153,31 +151,6 @@ class _DurableNames:
             if run_directory not in self._done:
                 fsync_directory(self._root)
                 self._done.add(run_directory)
-
-
-def _make_attempt_directory(root: str, directory: str) -> None:
-    """Create run, sample and attempt below `root`, which must exist. Raises StoreError.
-
-    Other writers create and remove the same directories meanwhile; they cannot win for ever.
-    """
-    sample = os.path.dirname(directory)
-    with naming("create", directory):
-        for tries_left in reversed(range(_MKDIR_TRIES)):
-            try:
-                for path in (os.path.dirname(sample), sample, directory):
-                    _make_directory(path)
-                return
-            except FileNotFoundError:
-                if not tries_left or not os.path.isdir(root):
-                    raise
-
-
-def _make_directory(path: str) -> None:
-    try:
-        os.mkdir(path)
-    except FileExistsError:
-        if not os.path.isdir(path):
-            raise
 
 
 def _int64_bytes(ids: np.ndarray) -> bytes:
