@@ -20,6 +20,7 @@ from stagetap.cli.arguments import (
     TpOption,
     engine_arguments,
 )
+from stagetap.cli.interrupt import INTERRUPTED_EXIT, Interruption
 from stagetap.cli.output import activity, human_bytes, notes, print_json, results, stdout_kept_clean
 from stagetap.errors import Refused
 from stagetap.models import resolve_model
@@ -27,7 +28,6 @@ from stagetap.taps import parse_layer_ids, validate_layer_ids
 
 DEFAULT_RUN = "capture"
 _MIB = 1024 * 1024
-INTERRUPTED_EXIT = 130
 
 
 def capture_command(
@@ -215,7 +215,6 @@ def _check_room(job: _Job, guard: Any, prompts: Sequence[Any]) -> None:
 def _run_engine(job: _Job, prompts: Sequence[Any], guard: Any) -> tuple[Any, float]:
     from stagetap.cli.capture_progress import CaptureProgress
     from stagetap.cli.capture_run import CaptureRun
-    from stagetap.cli.interrupt import Interruption
     from stagetap.engine.session import CaptureSession
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -239,8 +238,9 @@ def _run_engine(job: _Job, prompts: Sequence[Any], guard: Any) -> tuple[Any, flo
                 include_output=job.include_output,
                 engine_args=engine_args,
             )
+        interruption.defer()
         try:
-            with interruption.deferred(), CaptureProgress(len(prompts), guard) as progress:
+            with CaptureProgress(len(prompts), guard) as progress:
                 capture = CaptureRun(
                     session,
                     prompts,
@@ -256,7 +256,7 @@ def _run_engine(job: _Job, prompts: Sequence[Any], guard: Any) -> tuple[Any, flo
 
 
 def _say_stopping() -> None:
-    notes().print("\ninterrupted: what is in flight ends first; Ctrl-C again drops it")
+    notes().print("\ninterrupted: what is in flight ends first; Ctrl-C again ends at once")
 
 
 def _show(job: _Job, report: dict[str, Any], as_json: bool, stdout: TextIO) -> None:

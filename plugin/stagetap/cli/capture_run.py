@@ -48,7 +48,7 @@ class Tally:
 
 
 class CaptureRun:
-    """One pass over prompts. ``tally`` is right at every moment, also after an exception.
+    """One pass over prompts. ``tally`` is right at every moment.
 
     Args:
         session: captures.
@@ -92,21 +92,17 @@ class CaptureRun:
                 if captured.error is None:
                     self._guard.observe(captured.tokens, captured.bytes)
                 self._on_sample(captured)
-        except KeyboardInterrupt:
-            self.tally.stopped = "interrupt"
         except StageTapError as error:
             raise StageTapError(
                 f"line {self._last_line}: {error}; {self._kept()}, mend the line and run the same "
                 "command with --resume"
             ) from error
         except Exception as error:
-            if not self._wants_stop():
-                raise StageTapError(
-                    f"the engine stopped: {error or type(error).__name__}; {self._kept()}, run "
-                    "the same command with --resume when the cause is mended"
-                ) from error
-            # Ctrl-C reaches the engine's processes as well, which then end under our hands.
-            self.tally.stopped = "interrupt"
+            # An engine dies with exceptions of many libraries.
+            raise StageTapError(
+                f"the engine stopped: {error or type(error).__name__}; {self._kept()}, run the "
+                "same command with --resume when the cause is mended"
+            ) from error
         return self.tally
 
     def _feed(self) -> Iterator[Prompt]:

@@ -2,48 +2,58 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from multiprocessing import resource_tracker
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
-_WAKE = signal.SIGURG  # Ignored by default, and by all that we know: free to wake our own thread.
+INTERRUPTED_EXIT = 130
+
 _END = b"\0"
+
+
+def end_now() -> None:
+    """End this process and the engine's, from any thread and whatever they are doing.
+
+    An exception would have to find its way through whichever library the main thread is in: some
+    swallow it, others abort. Nothing is lost by this: a commit is durable when it is made.
+    """
+    os.write(2, b"\nstagetap: interrupted\n")
+    for child in multiprocessing.active_children():
+        child.kill()  # Its own children end with it.
+    os._exit(INTERRUPTED_EXIT)
 
 
 class Interruption:
     """A context in which Ctrl-C reaches this process alone.
 
     A terminal signals the engine's processes as well, and those would drop what they are doing. So
-    SIGINT is blocked in the main thread, which processes started inside the context inherit; a
-    thread of ours receives it and wakes the main thread. There it raises KeyboardInterrupt, but
-    for the first one inside :meth:`deferred`, which only sets ``requested``.
+    SIGINT is blocked in the main thread, which processes started inside the context inherit, and a
+    thread of ours acts on it: it calls ``end``, but for the first one after :meth:`defer`, which
+    only sets ``requested`` and calls ``on_request``.
 
     Where SIGINT is ignored, as in a background job of a shell, it stays so.
     """
 
-    def __init__(self, on_request: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, on_request: Callable[[], None] = lambda: None, end: Callable[[], None] = end_now
+    ) -> None:
         self.requested = False
-        self._on_request = on_request
         self._deferring = False
-        self._main = threading.main_thread().ident
-        self._waiter = threading.Thread(target=self._wait, name="stagetap-ctrl-c", daemon=True)
-        self._before: dict[signal.Signals, Any] = {}
+        self._on_request = on_request
+        self._end = end
+        self._thread = threading.Thread(target=self._watch, name="stagetap-ctrl-c", daemon=True)
+        self._handler_before: Any = None
         self._wakeup_before = -1
         self._noted = self._note = -1  # The ends of the pipe into which arriving signals are noted.
 
-    @contextmanager
-    def deferred(self) -> Iterator[None]:
-        """Inside, the first Ctrl-C is a wish; the second one raises KeyboardInterrupt."""
+    def defer(self) -> None:
+        """From now on the first Ctrl-C is a wish."""
         self._deferring = True
-        try:
-            yield
-        finally:
-            self._deferring = False
 
     def __enter__(self) -> Interruption:
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -52,10 +62,11 @@ class Interruption:
         resource_tracker.ensure_running()
         self._noted, self._note = os.pipe()
         os.set_blocking(self._note, False)
+        # Whichever thread the signal hits, it is noted at once; a handler would have to wait for
+        # the main thread to leave what it is in.
         self._wakeup_before = signal.set_wakeup_fd(self._note, warn_on_full_buffer=False)
-        self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._arrived)
-        self._before[_WAKE] = signal.signal(_WAKE, lambda signum, frame: None)
-        self._waiter.start()
+        self._handler_before = signal.signal(signal.SIGINT, lambda signum, frame: None)
+        self._thread.start()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         return self
 
@@ -65,26 +76,22 @@ class Interruption:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if not self._before:
+        if self._handler_before is None:
             return
         signal.set_wakeup_fd(self._wakeup_before)
         os.write(self._note, _END)
-        self._waiter.join()
+        self._thread.join()
         os.close(self._note)
         os.close(self._noted)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGINT, self._handler_before)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
-    def _wait(self) -> None:
-        """Whichever thread the signal hit, Python runs its handler in the main one: wake that."""
-        assert self._main is not None
+    def _watch(self) -> None:
         while (number := os.read(self._noted, 1)) != _END:
-            if number[0] == signal.SIGINT:
-                signal.pthread_kill(self._main, _WAKE)
-
-    def _arrived(self, signum: int, frame: FrameType | None) -> None:
-        if not self._deferring or self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
-        self._on_request()
+            if number[0] != signal.SIGINT:
+                continue
+            if self.requested or not self._deferring:
+                self._end()
+            else:
+                self.requested = True
+                self._on_request()

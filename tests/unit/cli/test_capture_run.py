@@ -120,24 +120,6 @@ def test_a_wish_to_stop_lets_what_is_in_flight_end() -> None:
     assert tally.samples == 12 == len(session.seen)
 
 
-def test_an_engine_that_dies_of_the_interrupt() -> None:
-    disk = Disk(10**9)
-    session = FakeSession(disk, raises=RuntimeError("EngineCore died"))
-    tally = CaptureRun(
-        session, prompts(9), disk.guard(), wants_stop=lambda: len(session.seen) >= 3
-    ).run(in_flight=1)
-    assert (tally.stopped, tally.samples) == ("interrupt", 2)
-
-
-def test_a_second_interrupt() -> None:
-    class Impatient(FakeSession):
-        def _end(self, prompt: Prompt) -> Captured:
-            raise KeyboardInterrupt
-
-    disk = Disk(10**9)
-    assert CaptureRun(Impatient(disk), prompts(3), disk.guard()).run(1).stopped == "interrupt"
-
-
 def test_an_engine_that_dies_by_itself() -> None:
     disk = Disk(10**9)
     run = CaptureRun(FakeSession(disk, raises=RuntimeError("no memory")), prompts(9), disk.guard())

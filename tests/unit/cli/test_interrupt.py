@@ -1,4 +1,4 @@
-"""Ctrl-C: first a wish, then an interrupt; and the processes of an engine never see it."""
+"""Ctrl-C: first a wish, then the end; and the processes of an engine never see it."""
 
 from __future__ import annotations
 
@@ -8,77 +8,119 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from stagetap.cli.interrupt import Interruption
+from stagetap.cli.interrupt import INTERRUPTED_EXIT, Interruption
 
 
-def press() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
+class Pressed:
+    """What an Interruption did, in order."""
+
+    def __init__(self) -> None:
+        self._done = queue.SimpleQueue[str]()
+        self.interruption = Interruption(
+            on_request=lambda: self._done.put("request"), end=lambda: self._done.put("end")
+        )
+
+    def press(self) -> str:
+        os.kill(os.getpid(), signal.SIGINT)
+        return self._done.get(timeout=5)
 
 
-def press_and_wait() -> None:
-    """A main thread that waits for an engine which does not answer is woken."""
-    press()
-    queue.SimpleQueue[None]().get(timeout=5)
+def test_before_there_is_something_in_flight_it_ends() -> None:
+    pressed = Pressed()
+    with pressed.interruption:
+        assert pressed.press() == "end"
+        assert not pressed.interruption.requested
 
 
-def wait_until(interruption: Interruption) -> None:
-    deadline = time.monotonic() + 5
-    while not interruption.requested:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def test_outside_of_deferred_it_interrupts() -> None:
-    with pytest.raises(KeyboardInterrupt), Interruption():
-        press_and_wait()
-
-
-def test_the_first_is_a_wish_and_the_second_interrupts() -> None:
-    said: list[str] = []
-    with Interruption(lambda: said.append("stopping")) as interruption, interruption.deferred():
-        press()
-        wait_until(interruption)
-        assert said == ["stopping"]
-        with pytest.raises(KeyboardInterrupt):
-            press_and_wait()
-    assert said == ["stopping"]
+def test_the_first_is_a_wish_and_the_second_ends() -> None:
+    pressed = Pressed()
+    with pressed.interruption:
+        pressed.interruption.defer()
+        assert pressed.press() == "request"
+        assert pressed.interruption.requested
+        assert pressed.press() == "end"
 
 
 def test_everything_is_as_before_afterwards() -> None:
+    before = len(os.listdir("/proc/self/fd"))
     with Interruption():
         pass
+    assert len(os.listdir("/proc/self/fd")) == before
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert signal.set_wakeup_fd(-1) == -1
     with pytest.raises(KeyboardInterrupt):
-        press_and_wait()
+        signal.raise_signal(signal.SIGINT)
 
 
 def test_processes_started_inside_are_spared() -> None:
     code = "import time; print('up', flush=True); time.sleep(60)"
-    with Interruption() as interruption, interruption.deferred():
+    with Interruption():
         child = subprocess.Popen(
             [sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True
         )
-        assert child.stdout is not None
-        assert child.stdout.readline() == b"up\n"
-        os.killpg(child.pid, signal.SIGINT)
-        time.sleep(0.3)
-        assert child.poll() is None
-        child.terminate()
-        assert child.wait(10) == -signal.SIGTERM
-        child.stdout.close()
+    assert child.stdout is not None
+    with child.stdout as stdout:
+        assert stdout.readline() == b"up\n"
+    os.killpg(child.pid, signal.SIGINT)
+    time.sleep(0.3)
+    assert child.poll() is None
+    child.terminate()
+    assert child.wait(10) == -signal.SIGTERM
 
 
 def test_where_it_is_ignored_it_stays_ignored() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with Interruption() as interruption, interruption.deferred():
-            press()
+        with Interruption() as interruption:
+            interruption.defer()
+            os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.3)
             assert not interruption.requested
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+    except OSError:
+        return False
+
+
+CHILDREN = """
+import multiprocessing, time
+from stagetap.cli.interrupt import Interruption
+if __name__ == "__main__":
+    with Interruption():
+        child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
+        child.start()
+        print(child.pid, flush=True)
+        try:
+            time.sleep(60)
+        except BaseException:
+            time.sleep(60)
+"""
+
+
+def test_the_end_takes_the_processes_along() -> None:
+    command = [sys.executable, "-c", CHILDREN]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    ) as parent:
+        assert parent.stdout is not None
+        assert parent.stderr is not None
+        child = int(parent.stdout.readline())
+        os.killpg(parent.pid, signal.SIGINT)
+        assert parent.wait(10) == INTERRUPTED_EXIT
+        assert parent.stderr.read() == b"\nstagetap: interrupted\n"
+    deadline = time.monotonic() + 5
+    while is_running(child):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
