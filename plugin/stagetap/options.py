@@ -122,7 +122,7 @@ def _convert(data: Any, kind: type[Any], where: str) -> Any:
     if unknown:
         raise Refused(f"{where}: unknown key {unknown[0]!r}; known are {', '.join(names)}")
     values = dict(data)
-    if "layers" in names and isinstance(values.get("layers"), (list, tuple)):
+    if "layers" in names and "layers" in values:
         # Checked by the tap rules, whose messages say what a layer id is.
         values["layers"] = validate_layer_ids(values["layers"])
     try:

@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 TESTS = Path(__file__).resolve().parents[1]
 ENGINE_VARIABLES = ("VLLM_", "TRITON_", "STAGETAP_", "CUDA_VISIBLE")
@@ -75,3 +81,49 @@ def random_prompts(lengths: Iterable[int], seed: int = 0, vocabulary: int = 500)
     """One prompt of random token ids per length."""
     rng = random.Random(seed)
     return [[rng.randrange(3, vocabulary) for _ in range(length)] for length in lengths]
+
+
+def refusals(stderr: str) -> list[str]:
+    """What stands behind ``stagetap: refused:`` at the start of a line."""
+    lead = "stagetap: refused: "
+    return [line.removeprefix(lead) for line in stderr.splitlines() if line.startswith(lead)]
+
+
+@contextmanager
+def server(
+    arguments: list[str], environment: dict[str, str], log: Path, timeout: float = 240
+) -> Iterator[httpx.Client]:
+    """A real ``stagetap serve`` on loopback, in its own process group, ended by its pid."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "stagetap", "serve", *arguments]
+    command[5:5] = ["--host", "127.0.0.1", "--port", str(port)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            env=clean_environment(**environment),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+            deadline = time.monotonic() + timeout
+            while True:
+                assert process.poll() is None, log.read_text()[-6000:]
+                assert time.monotonic() < deadline, log.read_text()[-6000:]
+                try:
+                    if client.get("/health").status_code == 200:
+                        break
+                except httpx.TransportError:
+                    time.sleep(0.25)
+            yield client
+            assert process.poll() is None, log.read_text()[-6000:]
+    finally:
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()

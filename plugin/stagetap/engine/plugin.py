@@ -15,12 +15,12 @@ def register() -> None:
     """Make the connector known to vLLM, and the hook functions where the vLLM is patched."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+    patched = find_spec("vllm.plugins.hooks") is not None
     if CONNECTOR_NAME not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(
-            CONNECTOR_NAME, "stagetap.engine.connector", CONNECTOR_NAME
-        )
-    if find_spec("vllm.plugins.hooks") is None:
-        return  # Unpatched: the connector refuses to start there.
+        module = "stagetap.engine.connector" if patched else "stagetap.engine.unpatched"
+        KVConnectorFactory.register_connector(CONNECTOR_NAME, module, CONNECTOR_NAME)
+    if not patched:
+        return
     from vllm.plugins.hooks import register_hook
 
     from stagetap.engine import configure, flags, requests

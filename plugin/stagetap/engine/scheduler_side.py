@@ -222,22 +222,18 @@ class SchedulerSide:
             return None
         try:
             options = request_options(params)
-            if not options.export:
-                return None
-            sample_id = options.sample_id or uuid.uuid4().hex
+        except Refused as error:
+            return self._turned_away(request, None, str(error), HTTPStatus.BAD_REQUEST)
+        if not options.export:
+            return None
+        sample_id = options.sample_id or uuid.uuid4().hex
+        try:
             self._refuse_duplicate(sample_id)
+        except Refused as error:
+            return self._turned_away(request, sample_id, str(error), HTTPStatus.BAD_REQUEST)
         except StageTapError as error:
-            status = HTTPStatus.BAD_REQUEST if isinstance(error, Refused) else 500
-            return Outcome(
-                request.request_id,
-                {
-                    "sample_id": params.get("sample_id") if isinstance(params, dict) else None,
-                    "run_id": self._run_id,
-                    "state": "failed",
-                    "error": str(error),
-                    "status": int(status),
-                },
-            )
+            cause = f"sample {sample_id!r}, store {self._options.store}: {error}"
+            return self._turned_away(request, sample_id, cause, HTTPStatus.INTERNAL_SERVER_ERROR)
         sample = _Sample(
             request_id=request.request_id,
             ref=SampleRef(run_id=self._run_id, sample_id=sample_id, attempt=uuid.uuid4().hex[:16]),
@@ -250,6 +246,18 @@ class SchedulerSide:
         if options.completion == "committed":
             self._awaited.add(request.request_id)
         return None
+
+    def _turned_away(
+        self, request: Request, sample_id: str | None, cause: str, status: HTTPStatus
+    ) -> Outcome:
+        params = {
+            "sample_id": sample_id,
+            "run_id": self._run_id,
+            "state": "failed",
+            "error": cause,
+            "status": int(status),
+        }
+        return Outcome(request.request_id, params)
 
     def _refuse_duplicate(self, sample_id: str) -> None:
         if sample_id in self._names:

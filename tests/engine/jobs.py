@@ -1,0 +1,161 @@
+"""What the engine tests do inside a child process: every function gets a started session."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from stagetap.engine.session import CaptureSession, Prompt
+
+
+def capture(
+    session: CaptureSession, prompts: dict[str, list[int]], in_flight: int = 1
+) -> dict[str, str | None]:
+    """Capture each prompt under its name; name -> error, None when it was committed."""
+    wanted = [Prompt(sample_id=name, token_ids=ids) for name, ids in prompts.items()]
+    return {done.sample_id: done.error for done in session.capture(wanted, in_flight=in_flight)}
+
+
+def capture_with_logprobs(
+    session: CaptureSession, prompts: dict[str, list[int]], top: int = 5
+) -> dict[str, Any]:
+    """Capture each prompt and return the engine's own log-probabilities of its tokens.
+
+    Returns name -> for every position from 1 on ``{token id: logprob}`` of the prompt token and
+    the ``top`` best.
+    """
+    from vllm import SamplingParams
+
+    engine = session._engine
+    found: dict[str, Any] = {}
+    for name, ids in prompts.items():
+        engine.add_request(
+            name,
+            {"prompt_token_ids": ids},
+            SamplingParams(
+                max_tokens=1,
+                temperature=0.0,
+                prompt_logprobs=top,
+                extra_args={"kv_transfer_params": {"stagetap": {"sample_id": name}}},
+            ),
+        )
+        while name not in found:
+            for output in engine.step():
+                assert output.kv_transfer_params["stagetap"]["state"] == "committed"
+                found[name] = [
+                    {str(token): entry.logprob for token, entry in position.items()}
+                    for position in output.prompt_logprobs[1:]
+                ]
+    return found
+
+
+def generate(session: CaptureSession, prompts: list[list[int]], export: bool) -> dict[str, Any]:
+    """Eight greedy tokens a prompt, what crossed each stage boundary, and what was logged."""
+    from vllm import SamplingParams
+
+    engine = session._engine
+    engine.collective_rpc(record_boundary)
+    outputs = []
+    for number, ids in enumerate(prompts):
+        extra = {"kv_transfer_params": {"stagetap": {}}} if export else None
+        engine.add_request(
+            str(number),
+            {"prompt_token_ids": ids},
+            SamplingParams(max_tokens=8, temperature=0.0, logprobs=3, extra_args=extra),
+        )
+        done = []
+        while not done:
+            done = [output for output in engine.step() if output.finished]
+        outputs.append(done[0].outputs[0].token_ids)
+    return {"tokens": outputs, "boundary": engine.collective_rpc(take_boundary)}
+
+
+def record_boundary(worker: Any) -> None:
+    """In a worker: note the name, shape and bytes of all that goes to the next stage."""
+    from vllm.distributed.parallel_state import get_pp_group
+
+    group = get_pp_group()
+    worker.boundary = []
+    send = group.isend_tensor_dict
+
+    def recording(tensors: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        worker.boundary.append(
+            {name: [list(t.shape), t.numel() * t.element_size()] for name, t in tensors.items()}
+        )
+        return send(tensors, *args, **kwargs)
+
+    group.isend_tensor_dict = recording
+
+
+def take_boundary(worker: Any) -> list[dict[str, Any]]:
+    """In a worker: what was noted."""
+    return worker.boundary
+
+
+def plain_generation(model: str, prompts: list[list[int]], pp: int) -> dict[str, Any]:
+    """Greedy tokens and their logprobs of an engine that does not use StageTap."""
+    from stagetap.engine.environment import engine_environment
+
+    os.environ.update(engine_environment(pp, 1))
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    import vllm
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model,
+        pipeline_parallel_size=pp,
+        distributed_executor_backend="mp",
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+    )
+    llm.llm_engine.collective_rpc(record_boundary)
+    tokens, logprobs = [], []
+    for ids in prompts:
+        sampling = SamplingParams(max_tokens=8, temperature=0.0, logprobs=3, detokenize=False)
+        (output,) = llm.generate({"prompt_token_ids": ids}, sampling, use_tqdm=False)
+        tokens.append(list(output.outputs[0].token_ids))
+        logprobs.append(
+            [
+                {str(token): entry.logprob for token, entry in position.items()}
+                for position in output.outputs[0].logprobs
+            ]
+        )
+    return {
+        "package": vllm.__path__[0],
+        "tokens": tokens,
+        "logprobs": logprobs,
+        "boundary": llm.llm_engine.collective_rpc(take_boundary),
+    }
+
+
+def refused_configurations(cases: list[dict[str, Any]]) -> list[str | None]:
+    """Build one engine configuration per case, as the front end does; what each was refused for."""
+    from stagetap.engine.environment import engine_environment
+
+    os.environ.update(engine_environment(2, 1))
+    from vllm import EngineArgs
+    from vllm.config import KVTransferConfig
+
+    from stagetap.engine.refusal import StartRefused
+
+    refusals: list[str | None] = []
+    for case in cases:
+        transfer = {
+            "kv_connector": "StageTapConnector",
+            "kv_role": "kv_producer",
+            **case.get("transfer", {}),
+            "kv_connector_extra_config": case["options"],
+        }
+        os.environ.update(case.get("environment", {}))
+        try:
+            EngineArgs(
+                kv_transfer_config=KVTransferConfig(**transfer), **case["engine"]
+            ).create_engine_config()
+            refusals.append(None)
+        except StartRefused as error:
+            refusals.append(str(error))
+        finally:
+            os.environ.update(engine_environment(2, 1))
+            for name in case.get("environment", {}):
+                os.environ[name] = "1"
+    return refusals

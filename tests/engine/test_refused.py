@@ -1,0 +1,116 @@
+"""What cannot be honoured is refused in the front end, by name and with a cure."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.harness import Arm, clean_environment, refusals
+
+pytestmark = pytest.mark.engine
+
+GOOD = {"layers": [2, 6, 0], "store": "/nowhere"}
+
+# name -> what differs from a good configuration, and what the refusal must name.
+CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "good": ({}, []),
+    "misspelt option": ({"options": {**GOOD, "slotz": 4}}, ["'slotz'", "slots"]),
+    "ill-typed option": ({"options": {**GOOD, "slots": "8"}}, ["slots", "int"]),
+    "option out of range": ({"options": {**GOOD, "slots": 0}}, ["slots"]),
+    "no store": ({"options": {"layers": [1]}}, ["store"]),
+    "id above N": ({"options": {**GOOD, "layers": [2, 7]}}, ["7 is above 6"]),
+    "id twice": ({"options": {**GOOD, "layers": [1, 1]}}, ["1 is asked for more than once"]),
+    "no ids": ({"options": {**GOOD, "layers": []}}, ["layers is empty"]),
+    "negative id": ({"options": {**GOOD, "layers": [-1]}}, ["-1 is negative"]),
+    "bool": ({"options": {**GOOD, "layers": [True]}}, ["True is not a layer id"]),
+    "string id": ({"options": {**GOOD, "layers": ["3"]}}, ["'3' is not a layer id"]),
+    "string": ({"options": {**GOOD, "layers": "3"}}, ["must be a list", "'3'"]),
+    "consumer": ({"transfer": {"kv_role": "kv_consumer"}}, ["kv_consumer", "kv_producer"]),
+    "compiled": ({"engine": {"enforce_eager": False}}, ["--enforce-eager"]),
+    "scheduler class": (
+        {"engine": {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}},
+        ["--scheduler-cls"],
+    ),
+    "worker class": (
+        {"engine": {"worker_cls": "vllm.v1.worker.worker_base.WorkerBase"}},
+        ["--worker-cls"],
+    ),
+    "speculative decoding": (
+        {
+            "engine": {
+                "speculative_config": {
+                    "method": "ngram",
+                    "num_speculative_tokens": 2,
+                    "prompt_lookup_max": 2,
+                }
+            }
+        },
+        ["--speculative-config"],
+    ),
+    "lora": ({"engine": {"enable_lora": True}}, ["--enable-lora"]),
+    "another family": ({"family": "granite"}, ["GraniteForCausalLM", "LlamaForCausalLM"]),
+    "old runner": ({"environment": {"VLLM_USE_V2_MODEL_RUNNER": "0"}}, ["Model Runner V2"]),
+}
+
+
+@pytest.fixture(scope="module")
+def found(checkpoint: Callable[..., str]) -> dict[str, str | None]:
+    cases = []
+    for changes, _ in CASES.values():
+        engine = {
+            "model": checkpoint(changes.get("family", "llama")),
+            "enforce_eager": True,
+            "skip_tokenizer_init": True,
+            "pipeline_parallel_size": 2,
+            "distributed_executor_backend": "mp",
+        }
+        cases.append(
+            {"options": GOOD, **changes, "engine": {**engine, **changes.get("engine", {})}}
+        )
+    answers = Arm("engine.jobs:refused_configurations", None, {"cases": cases}).run()
+    return dict(zip(CASES, answers, strict=True))
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_refused_by_name(found: dict[str, str | None], name: str) -> None:
+    _, named = CASES[name]
+    refusal = found[name]
+    if not named:
+        assert refusal is None
+        return
+    assert refusal is not None, "it was accepted"
+    assert "\n" not in refusal
+    for part in named:
+        assert part in refusal
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--stagetap-layers", "2,9", "--stagetap-store", "{store}"], "9 is above 6"),
+        (["--stagetap-layers", "2"], "--stagetap-store is missing"),
+        (["--stagetap-layers", "2,x", "--stagetap-store", "{store}"], "'x' is not a layer id"),
+    ],
+)
+def test_plain_vllm_serve_prints_one_line_and_stops(
+    checkpoint: Callable[..., str], tmp_path: Path, flags: list[str], named: str
+) -> None:
+    store = tmp_path / "store"
+    command = [str(Path(sys.executable).with_name("vllm")), "serve", checkpoint("llama")]
+    environment = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
+    child = subprocess.run(
+        [*command, "--enforce-eager", *(flag.format(store=store) for flag in flags)],
+        env=clean_environment(**environment),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert child.returncode != 0
+    (line,) = refusals(child.stderr)
+    assert named in line
+    assert not store.exists()

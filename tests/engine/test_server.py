@@ -1,0 +1,217 @@
+"""A real server with two stages: samples over HTTP, and failures with their cause."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from engine.harness import server
+from stagetap import open_dataset
+
+pytestmark = pytest.mark.engine
+
+LAYERS = [30, 2, 15, 27]
+
+
+class Served:
+    """The running server, its store, and short ways to ask it."""
+
+    def __init__(self, client: httpx.Client, store: Path):
+        self.client = client
+        self.store = store
+
+    def complete(self, stagetap: Any = None, **changes: Any) -> httpx.Response:
+        """``/v1/completions`` of four tokens with ``kv_transfer_params.stagetap`` when given."""
+        body = {"model": "smollm2", "prompt": [504, 4626, 761], "max_tokens": 4, "temperature": 0}
+        if stagetap is not None:
+            body["kv_transfer_params"] = {"stagetap": stagetap}
+        return self.client.post("/v1/completions", json={**body, **changes})
+
+    def sample(self, sample_id: str) -> Any:
+        """The committed sample, verified."""
+        return open_dataset(self.store, verify=True)[sample_id]
+
+    def committed(self) -> set[str]:
+        """Ids of all committed samples."""
+        return set(open_dataset(self.store).sample_ids)
+
+
+@pytest.fixture(scope="module")
+def served(stores: Callable[[str], Path], tmp_path_factory: Any) -> Iterator[Served]:
+    store = stores("server") / "dataset"
+    log = tmp_path_factory.mktemp("server") / "log"
+    layers = ",".join(map(str, LAYERS))
+    arguments = ["smollm2", "--layers", layers, "--store", str(store), "--pp", "2"]
+    with server([*arguments, "--max-len", "512"], {}, log) as client:
+        yield Served(client, store)
+
+
+def test_an_ordinary_request_exports_nothing(served: Served) -> None:
+    answer = served.complete()
+    assert answer.status_code == 200
+    assert answer.json()["kv_transfer_params"] is None
+    assert len(served.committed()) == 0
+
+
+def test_a_committed_request_says_where_its_sample_is(served: Served) -> None:
+    answer = served.complete({"sample_id": "a/b", "metadata": {"split": "train"}})
+    assert answer.status_code == 200, answer.text
+    said = answer.json()["kv_transfer_params"]["stagetap"]
+    assert said["state"] == "committed"
+    assert said["tokens"] == 3
+    sample = served.sample("a/b")
+    assert said["run_id"] == sample.manifest.run_id
+    assert said["bytes"] == sum(part.byte_size for part in sample.manifest.fragments)
+    assert sample.input_ids.tolist() == [504, 4626, 761]
+    assert sample.layer_ids == (2, 15, 27)
+    assert sample.hidden_states.shape == (3, 3, 576)
+    assert sample.last_hidden_states.shape == (3, 576)
+    assert sample.metadata == {"split": "train"}
+
+
+def test_an_empty_object_exports_under_a_generated_name(served: Served) -> None:
+    said = served.complete({}).json()["kv_transfer_params"]["stagetap"]
+    assert said["sample_id"] in served.committed()
+
+
+def test_export_can_be_said_no_to(served: Served) -> None:
+    before = served.committed()
+    answer = served.complete({"export": False})
+    assert answer.status_code == 200
+    assert served.committed() == before
+
+
+def test_include_output_adds_a_row_for_every_token_but_the_last(served: Served) -> None:
+    answer = served.complete({"sample_id": "with-output", "include_output": True})
+    assert answer.status_code == 200, answer.text
+    sample = served.sample("with-output")
+    assert sample.manifest.token_count == 3 + 4 - 1
+    assert sample.manifest.prompt_token_count == 3
+    # The rows' token ids are a prefix of what the engine continues them with.
+    longer = served.complete(max_tokens=1, prompt=sample.input_ids.tolist()).json()
+    text = answer.json()["choices"][0]["text"]
+    assert text.endswith(longer["choices"][0]["text"])
+
+
+def test_chat(served: Served) -> None:
+    body = {
+        "model": "smollm2",
+        "messages": [{"role": "user", "content": "Name a river."}],
+        "max_tokens": 2,
+        "kv_transfer_params": {"stagetap": {"sample_id": "chat"}},
+    }
+    answer = served.client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert served.sample("chat").manifest.token_count == answer.json()["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("stagetap", "changes", "named"),
+    [
+        ({"sampel_id": "x"}, {}, "sampel_id"),
+        ({"sample_id": 7}, {}, "sample_id"),
+        ({"sample_id": ""}, {}, "sample_id"),
+        ({"export": "yes"}, {}, "export"),
+        ({"completion": "maybe"}, {}, "completion"),
+        ({"include_output": True, "prefill_only": True}, {}, "prefill_only"),
+        ({"prefill_only": True}, {}, "prefill_only"),
+        ({"metadata": {"text": "x" * 70_000}}, {}, "metadata"),
+        ({"metadata": [1]}, {}, "metadata"),
+        ([], {}, "stagetap"),
+        ({}, {"n": 2, "temperature": 1}, "n is 2"),
+        ({}, {"stop": ["."]}, "stop_token_ids"),
+    ],
+)
+def test_bad_options_are_answered_with_400_before_any_work(
+    served: Served, stagetap: Any, changes: dict[str, Any], named: str
+) -> None:
+    before = served.committed()
+    answer = served.complete(stagetap, **changes)
+    assert answer.status_code == 400, answer.text
+    assert named in answer.json()["error"]["message"]
+    assert served.committed() == before
+
+
+def test_a_committed_sample_id_is_refused_at_the_door(served: Served) -> None:
+    assert served.complete({"sample_id": "once"}).status_code == 200
+    before = served.committed()
+    answer = served.complete({"sample_id": "once"})
+    assert answer.status_code == 400, answer.text
+    assert "'once' is committed" in answer.json()["error"]["message"]
+    assert served.committed() == before
+
+
+def test_several_prompts_cannot_share_one_sample_id(served: Served) -> None:
+    answer = served.complete({"sample_id": "shared"}, prompt=[[504, 4626], [504, 761]])
+    assert answer.status_code == 400, answer.text
+    assert "'shared' is under way" in answer.json()["error"]["message"]
+
+
+def test_a_stream_ends_after_the_commit(served: Served) -> None:
+    events = stream(served, {"sample_id": "streamed"})
+    assert events[-1] == "[DONE]"
+    assert served.sample("streamed").manifest.token_count == 3
+    assert len([event for event in events if "choices" in event]) >= 4
+
+
+def assert_fails_alone(served: Served, sample_id: str, *named: str) -> None:
+    """An exporting request fails with its cause, plain and streamed; an ordinary one does not."""
+    answer = served.complete({"sample_id": sample_id})
+    assert answer.status_code == 500, answer.text
+    for part in (repr(sample_id), *named):
+        assert part in answer.json()["error"]["message"]
+    error = json.loads(stream(served, {"sample_id": f"{sample_id}-stream"})[-2])["error"]
+    assert repr(f"{sample_id}-stream") in error["message"]
+    assert served.complete().status_code == 200
+
+
+def assert_retry_succeeds(served: Served, sample_id: str) -> None:
+    assert sample_id not in served.committed()
+    assert served.complete({"sample_id": sample_id}).status_code == 200
+    assert served.sample(sample_id).manifest.token_count == 3
+
+
+def test_a_store_that_is_gone_fails_the_request_alone(served: Served) -> None:
+    away = served.store.with_name("away")
+    served.store.rename(away)
+    try:
+        assert_fails_alone(served, "gone", "No such file or directory")
+    finally:
+        away.rename(served.store)
+    assert_retry_succeeds(served, "gone")
+
+
+def test_a_stage_that_cannot_write_fails_the_request_alone(served: Served) -> None:
+    (run,) = {sample.manifest.run_id for sample in open_dataset(served.store)}
+    folder = served.store / run
+    away = served.store.with_name("away")
+    folder.rename(away)
+    folder.write_text("no directory")
+    try:
+        assert_fails_alone(served, "unwritable", "stage", run, "File exists")
+    finally:
+        folder.unlink()
+        away.rename(folder)
+    assert_retry_succeeds(served, "unwritable")
+
+
+def stream(served: Served, stagetap: dict[str, Any]) -> list[str]:
+    """The data of every event of a streamed completion."""
+    body = {
+        "model": "smollm2",
+        "prompt": [504, 4626, 761],
+        "max_tokens": 4,
+        "temperature": 0,
+        "stream": True,
+        "kv_transfer_params": {"stagetap": stagetap},
+    }
+    with served.client.stream("POST", "/v1/completions", json=body) as answer:
+        lines = list(answer.iter_lines())
+    events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    assert all(event == "[DONE]" or json.loads(event) for event in events)
+    return events
