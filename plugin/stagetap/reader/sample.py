@@ -131,7 +131,9 @@ def _assemble(stages: Sequence[StageStates], wanted: Sequence[int]) -> _Assemble
     # Copying the last layer along, where it is in one of these, costs less than stepping over it.
     tensors = [stage.tensor for stage in holders]
     whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1)
-    return _Assembled(whole[:, :count], whole[:, count] if len(stored) > count else None)
+    return _Assembled(
+        whole.narrow(1, 0, count), whole.select(1, count) if len(stored) > count else None
+    )
 
 
 def _in_order(stages: Sequence[StageStates], wanted: Sequence[int]) -> torch.Tensor:

@@ -8,8 +8,7 @@ import errno
 import fcntl
 import os
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 
 from stagetap.errors import StoreError
 
@@ -34,20 +33,32 @@ _CURES = {
 }
 
 
-@contextmanager
-def naming(action: str, path: str, size_bytes: int | None = None) -> Iterator[None]:
+class naming:
     """Turn an OSError of the body into a StoreError that names path, bytes, errno and cure."""
-    try:
-        yield
-    except OSError as error:
-        size = "" if size_bytes is None else f" ({size_bytes} bytes)"
-        name = errno.errorcode.get(error.errno or 0, "unknown error")
-        cure = _CURES.get(error.errno or 0, "see the operating system's log")
-        raise StoreError(
-            f"cannot {action} {path}{size}: {error.strerror} [{name}]: {cure}",
-            path=path,
-            size_bytes=size_bytes,
-        ) from error
+
+    def __init__(self, action: str, path: str, size_bytes: int | None = None) -> None:
+        self._action = action
+        self._path = path
+        self._size_bytes = size_bytes
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if isinstance(error, OSError):
+            size = "" if self._size_bytes is None else f" ({self._size_bytes} bytes)"
+            name = errno.errorcode.get(error.errno or 0, "unknown error")
+            cure = _CURES.get(error.errno or 0, "see the operating system's log")
+            raise StoreError(
+                f"cannot {self._action} {self._path}{size}: {error.strerror} [{name}]: {cure}",
+                path=self._path,
+                size_bytes=self._size_bytes,
+            ) from error
 
 
 def fsync_directory(path: str) -> None:
