@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from stagetap.engine.session import CaptureSession, Prompt
@@ -159,3 +160,20 @@ def refused_configurations(cases: list[dict[str, Any]]) -> list[str | None]:
             for name in case.get("environment", {}):
                 os.environ[name] = "1"
     return refusals
+
+
+def parsed_config(path: str) -> dict[str, Any]:
+    """What vLLM's own parser and our flags make of a file for ``vllm serve --config``."""
+    from vllm import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    os.chdir(Path(path).parents[2])  # its paths are those of the repository
+    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(["serve", "--config", path])
+    engine = AsyncEngineArgs.from_cli_args(arguments)
+    transfer = engine.kv_transfer_config
+    return {
+        "connector": transfer.kv_connector,
+        "options": transfer.kv_connector_extra_config,
+        "stages": engine.pipeline_parallel_size,
+    }

@@ -114,3 +114,12 @@ def test_plain_vllm_serve_prints_one_line_and_stops(
     (line,) = refusals(child.stderr)
     assert named in line
     assert not store.exists()
+
+
+def test_the_shipped_config_means_what_it_says() -> None:
+    path = Path(__file__).parents[2] / "configs" / "serve" / "two_stages.yaml"
+    assert Arm("engine.jobs:parsed_config", None, {"path": str(path)}).run() == {
+        "connector": "StageTapConnector",
+        "options": {"layers": [2, 15, 27, 30], "store": "dataset"},
+        "stages": 2,
+    }

@@ -82,6 +82,10 @@ class TapCacheLayer(CacheOnlyAttentionLayer):
         self.kv_cache[slots // block_size, column, slots % block_size] = stream
         self.columns_written.add(column)
 
+    def begin_step(self) -> None:
+        """Before a step with tokens: forget what warm-up steps wrote."""
+        self.columns_written = set()
+
     def check_step(self) -> None:
         """After a step with tokens: every tap was written once.
 
@@ -89,7 +93,6 @@ class TapCacheLayer(CacheOnlyAttentionLayer):
             RuntimeError: the model ran past a hook. Nothing of such a step may be published.
         """
         missing = set(range(self.num_heads)) - self.columns_written
-        self.columns_written = set()
         if missing:
             ids = [self.taps.layer_ids[column] for column in sorted(missing)]
             raise RuntimeError(f"stagetap: a step ran without capturing taps {ids}")

@@ -14,7 +14,7 @@ from stagetap.engine.connector import StageTapConnector
 from stagetap.options import PARAMS_KEY
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
@@ -30,7 +30,7 @@ class CommitBarrier:
     """Mixed in before a vLLM scheduler class."""
 
     connector: Any
-    log_stats: bool
+    has_unfinished_requests: Callable[[], bool]
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -85,7 +85,7 @@ class CommitBarrier:
                 ready.append((client, _ended(output, outcome)))
         for client, output in ready:
             outputs.setdefault(client, EngineCoreOutputs()).outputs.append(output)
-        if not scheduler_output.total_num_scheduled_tokens and self._side.busy():
+        if not (scheduler_output.total_num_scheduled_tokens or self.has_unfinished_requests()):
             time.sleep(IDLE_STEP_SECONDS)
         return outputs
 

@@ -104,11 +104,11 @@ class WorkerSide:
             return
         self._pages = kv_caches[self._layer.layer_name]
         taps = len(self._capture.taps.layer_ids)
-        if self._pages.shape[1] != taps or self._pages.shape[3] != self._facts.hidden_size:
+        expected = (taps, self._facts.block_size, self._facts.hidden_size)
+        if self._pages.shape[1:] != expected:
             raise RuntimeError(
-                f"stagetap: the tap cache of stage {self._stage} has shape "
-                f"{tuple(self._pages.shape)}, not [blocks, {taps}, block size, "
-                f"{self._facts.hidden_size}]"
+                f"stagetap: the tap cache of stage {self._stage} has pages of shape "
+                f"{tuple(self._pages.shape[1:])}, not {expected}"
             )
         self._log_capacity()
 
@@ -135,6 +135,8 @@ class WorkerSide:
         self._step_has_tokens = (
             is_forward_context_available() and get_forward_context().attn_metadata is not None
         )
+        if self._layer is not None:
+            self._layer.begin_step()
 
     def finish_forward(self) -> None:
         """After the model ran.
