@@ -68,7 +68,11 @@ def generate(session: CaptureSession, prompts: list[list[int]], export: bool) ->
         while not done:
             done = [output for output in engine.step() if output.finished]
         outputs.append(done[0].outputs[0].token_ids)
-    return {"tokens": outputs, "boundary": engine.collective_rpc(take_boundary)}
+    return {
+        "tokens": outputs,
+        "boundary": engine.collective_rpc(take_boundary),
+        "pages": engine.collective_rpc(tap_pages),
+    }
 
 
 def record_boundary(worker: Any) -> None:
@@ -91,6 +95,18 @@ def record_boundary(worker: Any) -> None:
 def take_boundary(worker: Any) -> list[dict[str, Any]]:
     """In a worker: what was noted."""
     return worker.boundary
+
+
+def tap_pages(worker: Any) -> list[int]:
+    """In a worker: taps and width of its tap cache, and how many such caches it has."""
+    from stagetap.engine.capture import TapCacheLayer
+
+    layers = [
+        layer
+        for layer in worker.vllm_config.compilation_config.static_forward_context.values()
+        if isinstance(layer, TapCacheLayer)
+    ]
+    return [len(layers), layers[0].kv_cache.shape[1], layers[0].kv_cache.shape[3]]
 
 
 def plain_generation(model: str, prompts: list[list[int]], pp: int) -> dict[str, Any]:

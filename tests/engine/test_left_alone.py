@@ -51,6 +51,11 @@ def test_what_crosses_a_boundary_is_the_same_with_and_without_capture(
     assert with_capture[1] == [], "the last stage sends nothing"
 
 
+def test_a_stage_holds_memory_for_its_own_taps_alone(capturing: Any) -> None:
+    """Ids 0 to 3 on the first stage, 4 to 6 on the second, 128 numbers each."""
+    assert capturing["pages"] == [[1, 4, 128], [1, 3, 128]]
+
+
 def test_a_capture_changes_no_token(plain: Any, capturing: Any) -> None:
     assert capturing["tokens"] == plain["tokens"]
 

@@ -101,6 +101,19 @@ def test_every_id_has_exactly_one_owner_in_vllms_own_partition(layers: int, pp: 
     assert [k for taps in result for k in taps.layer_ids] == list(asked)
 
 
+def test_a_stage_may_own_no_tap() -> None:
+    """The published drafts of a 93-layer model on four stages."""
+    from vllm.distributed.utils import get_pp_indices
+
+    asked = [2, 23, 47, 71, 89]
+    stages = {}
+    for stage in range(4):
+        start, end = get_pp_indices(93, stage, 4)
+        stages[(stage, 0)] = StageTaps(start, end, owned_ids(start, end, asked))
+    owned = [taps.layer_ids for taps in check_ownership(asked, 93, stages)]
+    assert owned == [(2, 23), (), (47,), (71, 89)]
+
+
 @pytest.mark.parametrize(
     ("partition", "boundary"), [([3, 3], 3), ([1, 4, 1], 5), ([0, 1, 1, 1, 1, 1, 1, 0], 4)]
 )
