@@ -242,6 +242,25 @@ def test_a_fragment_that_is_not_of_its_shape_is_no_fragment(
     assert files(root) == before
 
 
+def test_a_fragment_whose_name_is_not_durable_is_removed_under_that_name_too(
+    root: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ref = engine.ref("s")
+    real_fsync = os.fsync
+
+    def fsync(fd: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith(ref.attempt):
+            failing(5)()
+        real_fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    engine.publisher.submit(job(engine.tapped, ref, 1, 5))
+    (report,) = drain(engine.publisher, 1)
+    assert report.error is not None
+    assert "cannot make durable" in report.error
+    assert list((root / RUN / "s" / ref.attempt).iterdir()) == []
+
+
 def test_an_attempt_is_not_written_twice(engine: Engine) -> None:
     ref = engine.ref("s")
     engine.publish(ref, 4)
