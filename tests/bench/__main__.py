@@ -20,8 +20,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="bench", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one line of JSON on stdout")
     parser.add_argument("--rounds", type=int, default=3, help="timed batches an engine and mode")
-    parser.add_argument("--prompts", type=int, default=8, help="prompts in a batch")
+    parser.add_argument("--prompts", type=int, default=16, help="prompts in a batch")
     parser.add_argument("--tokens", type=int, default=500, help="tokens in a prompt")
+    parser.add_argument(
+        "--stores", type=Path, help="folder on the disk to capture to; default: temporary files"
+    )
     parser.add_argument("--reader-only", action="store_true", help="start no engine")
     arguments = parser.parse_args()
     document: dict[str, object] = {}
@@ -40,10 +43,14 @@ def main() -> None:
             "GB/s",
         )
         if not arguments.reader_only:
-            capture, cache = bench_capture.measure(
-                arguments.rounds, arguments.prompts, arguments.tokens, notify
+            capture, cache, disk = bench_capture.measure(
+                arguments.rounds, arguments.prompts, arguments.tokens, notify, arguments.stores
             )
-            document |= {"capture": asdict(capture), "tap_cache": asdict(cache)}
+            document |= {
+                "capture": asdict(capture),
+                "tap_cache": asdict(cache),
+                "disk": asdict(disk),
+            }
             table.add_row(
                 "tokens/s, capture to file over vLLM without StageTap",
                 f"{capture.over_plain:.3f}",
@@ -64,6 +71,12 @@ def main() -> None:
                 f"{cache.share:.3f}",
                 f"{cache.heaviest_bytes_per_token:.0f} over {cache.single_bytes_per_token:.0f} "
                 "bytes",
+            )
+            table.add_row(
+                "meanwhile, an fsync of 1 MiB on that disk",
+                "",
+                "",
+                f"median {1000 * disk.median_s:.0f} ms, at most {1000 * disk.max_s:.0f} ms",
             )
     if arguments.json:
         print(json.dumps(document))

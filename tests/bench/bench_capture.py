@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.disk_probe import DiskFigures, DiskProbe
 from stagetap.models import resolve_model
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -69,15 +70,21 @@ class CacheFigures:
 
 
 def measure(
-    rounds: int, prompts: int, tokens: int, notify: Callable[[str], None]
-) -> tuple[CaptureFigures, CacheFigures]:
-    """Start five engines: two without StageTap, two with it, and a single-stage one."""
+    rounds: int, prompts: int, tokens: int, notify: Callable[[str], None], stores: Path | None
+) -> tuple[CaptureFigures, CacheFigures, DiskFigures]:
+    """Start five engines: two without StageTap, two with it, and a single-stage one.
+
+    ``stores`` is a folder on the disk to capture to; default: the one of temporary files.
+    """
     model = resolve_model("smollm2")
     plain: list[float] = []
     exporting: list[float] = []
     not_exporting: list[float] = []
     caches: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="stagetap-bench-") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="stagetap-bench-", dir=stores) as folder,
+        DiskProbe(Path(folder)) as probe,
+    ):
         for seed, captures in enumerate((False, True, True, False)):
             notify(f"engine {seed + 1} of 5: {'with' if captures else 'without'} StageTap")
             store = str(Path(folder, f"store-{seed}")) if captures else ""
@@ -103,12 +110,13 @@ def measure(
         rounds=len(plain),
     )
     heaviest = max(caches, key=lambda cache: cache["bytes_per_token"])
-    return capture, CacheFigures(
+    cache = CacheFigures(
         ratio=heaviest["bytes_per_token"] / single["bytes_per_token"],
         share=len(heaviest["taps"]) / len(single["taps"]),
         heaviest_bytes_per_token=heaviest["bytes_per_token"],
         single_bytes_per_token=single["bytes_per_token"],
     )
+    return capture, cache, probe.figures()
 
 
 def run_engine(spec: EngineSpec, folder: str) -> dict[str, Any]:
