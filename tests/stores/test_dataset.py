@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 import stagetap
 from stagetap.errors import (
     AmbiguousSample,
+    MissingFragment,
     Refused,
     SampleFailed,
     SampleNotFound,
@@ -222,6 +223,31 @@ def test_a_stream_resumes_by_itself(dataset: HiddenStatesDataset, stored: Path) 
     assert seen + ids(resumed) == IDS
     assert ids(resumed) == IDS
     assert ids(stream) == IDS  # a new pass starts at the beginning
+
+
+@pytest.mark.parametrize("through_loader", [False, True])
+def test_a_sample_that_could_not_be_read_is_not_skipped_by_resuming(
+    root: Path, through_loader: bool
+) -> None:
+    engine = Engine(root)
+    made = [engine.export(sample_id, tokens=3) for sample_id in "abc"]
+    engine.close()
+    path = root / made[1].fragments[0].path
+    path.rename(root.with_name("aside"))
+
+    def source() -> Any:
+        stream = stagetap.open_dataset(root).stream()
+        return stream.loader() if through_loader else stream
+
+    broken = source()
+    passing = iter(broken)
+    assert next(passing).sample_id == "a"
+    with pytest.raises(MissingFragment):
+        next(passing)
+    root.with_name("aside").rename(path)
+    resumed = source()
+    resumed.load_state_dict(broken.state_dict())
+    assert ids(resumed) == ["b", "c"]
 
 
 KILLED = """

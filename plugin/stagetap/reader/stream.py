@@ -125,8 +125,10 @@ class SampleStream(IterableDataset[Sample]):
     def _hand_out(self, worker: int, workers: int) -> Iterator[Sample]:
         for position in _share(self.dataset, self._start, worker, workers):
             if position >= self._position:
+                sample = self.dataset[position]
+                # Not before it was read: a sample that could not be read is not done.
                 self._position = position + 1
-                yield self.dataset[position]
+                yield sample
         self._start = self._position = 0
 
     def _state(self, worker: int, workers: int) -> dict[str, Any]:

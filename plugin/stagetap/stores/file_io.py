@@ -29,6 +29,10 @@ _CURES = {
     errno.EEXIST: "something else has this name; choose another directory",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENAMETOOLONG: "choose a directory with a shorter path",
+    errno.ENOLCK: "choose a file system with locks, hard links and durable directories",
+    errno.ENOSYS: "choose a file system with locks, hard links and durable directories",
+    errno.EOPNOTSUPP: "choose a file system with locks, hard links and durable directories",
+    errno.EINVAL: "choose a file system with locks, hard links and durable directories",
     errno.EIO: "check the disk, then choose another directory",
 }
 
