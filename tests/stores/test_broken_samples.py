@@ -113,6 +113,19 @@ def test_a_flipped_byte_of_the_header(root: Path, made: Manifest) -> None:
     assert stagetap.open_dataset(root, verify=True)["s"].sample_id == "s"
 
 
+def test_a_file_whose_tensors_lie_elsewhere_than_its_header_says(
+    root: Path, made: Manifest
+) -> None:
+    path = root / made.fragments[1].path
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    text = data[8 : 8 + length].rstrip()
+    assert len(text) < length
+    moved = len(text).to_bytes(8, "little") + text + data[8 + length :]
+    path.write_bytes(moved + b" " * (len(data) - len(moved)))
+    assert "do not fill it" in read_fails(root, ForeignFile, 1, 4)
+
+
 def put_other_sample(root: Path, made: Manifest, path: Path) -> None:
     other = stagetap.open_dataset(root)["t"].manifest.fragments[1]
     shutil.copy(root / other.path, path)
