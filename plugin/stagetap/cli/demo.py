@@ -65,8 +65,8 @@ def demo_command(
 
     Ends with exit code 1 unless every tensor is bitwise equal.
     """
-    from stagetap.cli.capture import load_prompts
     from stagetap.cli.model_facts import model_facts
+    from stagetap.cli.tokenized import load_prompts
     from stagetap.equivalence.arms import Arm
     from stagetap.equivalence.prove import prove
 

@@ -69,8 +69,8 @@ def equivalence_command(
     Both arms go through the production connector and reader, each in its own process, one request
     at a time. Exit code 0 only when every tensor is bitwise equal, or tolerable with --tolerant.
     """
-    from stagetap.cli.capture import load_prompts
     from stagetap.cli.model_facts import model_facts
+    from stagetap.cli.tokenized import load_prompts
     from stagetap.equivalence.arms import Arm
     from stagetap.equivalence.made_prompts import DEFAULT_LENGTHS, parse_lengths, prompts_of_lengths
     from stagetap.equivalence.partition import parse_partition

@@ -1,0 +1,163 @@
+"""What ``stagetap capture`` does: every check that needs no engine, then the engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stagetap.cli.capture_progress import CaptureProgress
+from stagetap.cli.capture_run import CaptureRun, Tally
+from stagetap.cli.committed import CommittedSamples
+from stagetap.cli.disk import DiskGuard
+from stagetap.cli.interrupt import Interruption
+from stagetap.cli.model_facts import model_facts
+from stagetap.cli.output import activity, human_bytes, notes
+from stagetap.cli.tokenized import load_prompts
+from stagetap.errors import Refused
+from stagetap.prompts import TokenPrompt, check_lengths, check_token_ids
+from stagetap.stores.base import file_root
+from stagetap.taps import validate_layer_ids
+
+
+@dataclass(frozen=True)
+class CaptureJob:
+    """One call of ``stagetap capture``; ``engine_args`` are those of vLLM's ``EngineArgs``."""
+
+    model: str
+    layers: tuple[int, ...]
+    out: str
+    run_id: str
+    pp: int
+    tp: int
+    max_len: int | None
+    include_output: int
+    in_flight: int
+    engine_args: dict[str, Any]
+    keep_free_bytes: int
+
+    def run(self, prompt_file: Path, resume: bool) -> dict[str, Any]:
+        """Capture what is missing and report, in terms that JSON can hold.
+
+        Raises:
+            Refused: before an engine starts, or by the engine at its start.
+            StageTapError: the engine did not start or stopped.
+        """
+        facts = model_facts(self.model)
+        validate_layer_ids(self.layers, facts.num_hidden_layers)
+        committed = self._committed(resume)
+        prompts = load_prompts(prompt_file, self.model)
+        if facts.vocab_size is not None:
+            check_token_ids(prompt_file, prompts, facts.vocab_size)
+        if (max_len := self.max_len or facts.max_len) is not None:
+            check_lengths(prompt_file, prompts, max_len, self.include_output)
+        missing = committed.missing(prompts)
+        guard = DiskGuard(
+            Path(file_root(self.out)),
+            self.keep_free_bytes,
+            facts.row_bytes(len(self.layers), self.engine_args.get("dtype")),
+        )
+        self._check_room(guard, missing)
+        tally, seconds = self._run_engine(missing, guard) if missing else (Tally(), 0.0)
+        return {
+            "out": self.out,
+            "run": self.run_id,
+            "model": self.model,
+            "layer_ids": list(self.layers),
+            "pp": self.pp,
+            "tp": self.tp,
+            "prompts": len(prompts),
+            "skipped": len(prompts) - len(missing),
+            "samples": tally.samples,
+            "failed": tally.failed,
+            "left": len(missing) - tally.samples - tally.failed,
+            "tokens": tally.tokens,
+            "bytes": tally.bytes,
+            "seconds": round(seconds, 3),
+            "tokens_per_second": round(tally.tokens / seconds, 1) if seconds else 0.0,
+            "stopped": tally.stopped,
+            "free_bytes": guard.free_bytes(),
+            "failures": [
+                {"sample_id": failure.sample_id, "error": failure.error}
+                for failure in tally.failures
+            ],
+        }
+
+    @property
+    def _output_rows(self) -> int:
+        """Rows of a sample beyond its prompt: the last output token has no state."""
+        return max(0, self.include_output - 1)
+
+    def _committed(self, resume: bool) -> CommittedSamples:
+        committed = CommittedSamples(self.out, self.run_id)
+        if len(committed) and not resume:
+            raise Refused(
+                f"{self.out} holds {len(committed)} samples of run {self.run_id!r} already; add "
+                "--resume to capture what is missing, or choose another --out or --run"
+            )
+        committed.check_layers(self.layers)
+        return committed
+
+    def _check_room(self, guard: DiskGuard, prompts: Sequence[TokenPrompt]) -> None:
+        """Refuse to start an engine for nothing; remark when the room will not do for all."""
+        rows = [len(prompt.token_ids) + self._output_rows for prompt in prompts]
+        if rows and not guard.admits(rows[:1]):
+            raise Refused(
+                f"the disk of {self.out} has {human_bytes(guard.free_bytes())} free and "
+                f"{human_bytes(guard.keep_free_bytes)} are to stay free; make room, or lower "
+                "--keep-free-mib"
+            )
+        if not guard.admits(rows):
+            needed = sum(guard.sample_bytes(count) for count in rows)
+            notes().print(
+                f"note: the samples need up to {human_bytes(needed)}, "
+                f"{human_bytes(guard.free_bytes())} are free: the capture will stop before the "
+                "disk is full",
+                soft_wrap=True,
+            )
+
+    def _run_engine(self, prompts: Sequence[TokenPrompt], guard: DiskGuard) -> tuple[Tally, float]:
+        from stagetap.engine.session import CaptureSession
+
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        engine_args = {
+            "use_tqdm_on_load": False,
+            # Prompts come as token ids; only generation asks the tokenizer where to end.
+            "skip_tokenizer_init": not self.include_output,
+            **self.engine_args,
+        }
+        with Interruption(_say_stopping) as interruption:
+            with activity() as notify:
+                notify(f"starting vLLM with {self.pp} stages of {self.tp} ranks")
+                session = CaptureSession(
+                    self.model,
+                    layers=self.layers,
+                    store=self.out,
+                    pp=self.pp,
+                    tp=self.tp,
+                    max_len=self.max_len,
+                    run_id=self.run_id,
+                    include_output=self.include_output,
+                    engine_args=engine_args,
+                )
+            interruption.defer()
+            try:
+                with CaptureProgress(len(prompts), guard) as progress:
+                    capture = CaptureRun(
+                        session,
+                        prompts,
+                        guard,
+                        output_rows=self._output_rows,
+                        wants_stop=lambda: interruption.requested,
+                        on_sample=lambda captured: progress.show(capture.tally),
+                    )
+                    tally = capture.run(self.in_flight)
+                    return tally, progress.seconds
+            finally:
+                session.close()
+
+
+def _say_stopping() -> None:
+    notes().print("\ninterrupted: what is in flight ends first; Ctrl-C again ends at once")
