@@ -226,6 +226,27 @@ def test_a_stream_resumes_by_itself(dataset: HiddenStatesDataset, stored: Path) 
 
 
 @pytest.mark.parametrize("through_loader", [False, True])
+def test_every_pass_but_a_resumed_one_is_whole(
+    dataset: HiddenStatesDataset, stored: Path, through_loader: bool
+) -> None:
+    def source() -> Any:
+        stream = stagetap.open_dataset(stored).stream()
+        return stream.loader() if through_loader else stream
+
+    first = source()
+    passing = iter(first)
+    for _ in range(3):
+        next(passing)
+    resumed = source()
+    resumed.load_state_dict(first.state_dict())
+    assert next(iter(resumed)).sample_id == "s3"
+    assert ids(resumed) == IDS  # the resumed pass was left, this is another one
+    after_the_end = source()
+    after_the_end.load_state_dict(resumed.state_dict())
+    assert ids(after_the_end) == IDS
+
+
+@pytest.mark.parametrize("through_loader", [False, True])
 def test_a_sample_that_could_not_be_read_is_not_skipped_by_resuming(
     root: Path, through_loader: bool
 ) -> None:
@@ -464,6 +485,16 @@ def test_deleting_after_reading(root: Path) -> None:
     with pytest.raises(SampleNotFound, match="never committed"):
         fresh.delete("s9")
     assert len(list((root / "deletes").iterdir())) == 1  # one log, however many were deleted
+    engine.close()
+
+
+def test_deleting_leaves_what_is_not_ours(root: Path) -> None:
+    engine = Engine(root)
+    made = engine.export("s")
+    notes = (root / made.fragments[0].path).with_name("notes.txt")
+    notes.write_text("mine")
+    stagetap.open_dataset(root).delete("s")
+    assert [path.name for path in notes.parent.iterdir()] == ["notes.txt"]
     engine.close()
 
 

@@ -103,8 +103,7 @@ class SampleStream(IterableDataset[Sample]):
                 f"the state stands at {wanted.position} of {len(self.dataset)} samples: it was "
                 "changed since it was taken"
             )
-        # What one process handed out is a prefix, so any number of workers can share the rest.
-        self._start = wanted.position if wanted.workers == 1 else wanted.start
+        self._start = wanted.start
         self._position = wanted.position
         self._resumed_in = os.getpid()
 
