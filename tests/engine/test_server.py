@@ -125,6 +125,7 @@ def test_chat(served: Served) -> None:
         ([], {}, "stagetap"),
         ({}, {"n": 2, "temperature": 1}, "n is 2"),
         ({}, {"stop": ["."]}, "stop_token_ids"),
+        (None, {"structured_outputs": {"choice": ["a", "b"]}}, "structured outputs"),
     ],
 )
 def test_bad_options_are_answered_with_400_before_any_work(

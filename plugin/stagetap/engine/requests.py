@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,7 @@ def prepare_request(config: VllmConfig, request: EngineCoreRequest) -> None:
                     "--stagetap-store"
                 )
             return
+        _check_interpreter(request)
         if params is None and options_of(config).export_default == "off":
             return
         options = request_options({} if params is None else params)
@@ -63,6 +65,20 @@ def prepare_request(config: VllmConfig, request: EngineCoreRequest) -> None:
     named = {**(params or {}), "sample_id": options.sample_id or uuid.uuid4().hex}
     # A new dict: prompts of one call may share the one that the caller made.
     sampling.extra_args = {**extra, "kv_transfer_params": {**(transfer or {}), PARAMS_KEY: named}}
+
+
+def _check_interpreter(request: EngineCoreRequest) -> None:
+    """Refuse what would end the engine: Triton's interpreter cannot run vLLM's bitmask kernel."""
+    sampling = request.sampling_params
+    if (
+        sampling is not None
+        and sampling.structured_outputs is not None
+        and os.environ.get("TRITON_INTERPRET") == "1"
+    ):
+        raise Refused(
+            "structured outputs do not run on Model Runner V2 under TRITON_INTERPRET=1, that is "
+            "on CPU; drop response_format and structured_outputs, or use a GPU"
+        )
 
 
 def _check_request(request: EngineCoreRequest, options: RequestOptions) -> None:
