@@ -49,7 +49,7 @@ class StoreSession:
             yield self._store(prompt.sample_id, prompt.token_ids)
             if number == self.interrupt_after:
                 os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(0.3)  # It arrives through another thread.
+                time.sleep(1)  # It arrives through another thread.
 
     def _store(self, sample_id: str, token_ids: list[int]) -> Captured:
         import msgspec

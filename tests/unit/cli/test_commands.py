@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from importlib.metadata import version
 from pathlib import Path
 
@@ -39,14 +38,12 @@ def test_help_loads_neither_torch_nor_vllm() -> None:
 
 
 def test_the_module_is_the_command(tmp_path: Path) -> None:
-    began = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "stagetap", "inspect", tmp_path], capture_output=True, text=True
     )
     assert done.returncode == 1
     assert done.stderr.startswith("stagetap: error: ")
     assert done.stderr.count("\n") == 1
-    assert time.monotonic() - began < 20
 
 
 def test_version(stagetap: Command) -> None:
