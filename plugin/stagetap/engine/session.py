@@ -17,6 +17,9 @@ from stagetap.engine.refusal import REFUSAL_FILE_ENV, StartRefused
 from stagetap.errors import Refused, StageTapError
 from stagetap.options import PARAMS_KEY
 
+CLOSE_SECONDS = 30.0
+"""How long an engine may take to end before it is killed; vLLM's own default is not to wait."""
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -164,8 +167,8 @@ class CaptureSession:
         return request_id
 
     def close(self) -> None:
-        """Stop the engine; fragments in flight get a bounded time."""
-        self._engine.engine_core.shutdown()
+        """Stop the engine, which gets :data:`CLOSE_SECONDS` to let go of its store."""
+        self._engine.engine_core.shutdown(timeout=CLOSE_SECONDS)
 
     def __enter__(self) -> CaptureSession:
         return self
