@@ -175,11 +175,21 @@ def check_metadata(metadata: object) -> None:
             "metadata does not survive JSON (NaN, infinity, tuples, keys that are no strings): "
             "use plain JSON values"
         )
+    if (number := _wide_integer(metadata)) is not None:
+        raise Refused(f"metadata: {number} does not fit 64 bits: write it as a string")
     if len(text) > MAX_METADATA_BYTES:
         raise Refused(
             f"metadata is {len(text)} bytes of JSON, at most {MAX_METADATA_BYTES} are kept: "
             "store it elsewhere and put its address here"
         )
+
+
+def _wide_integer(value: object) -> int | None:
+    """An integer somewhere in a JSON value that vLLM's messages cannot carry, if there is one."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return value
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return next((found for each in inner if (found := _wide_integer(each)) is not None), None)
 
 
 def validate(manifest: Manifest) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from stagetap.errors import Refused
+from stagetap.keys import component
+from stagetap.manifest import check_metadata
 from stagetap.taps import validate_layer_ids
 
 CONNECTOR_NAME = "StageTapConnector"
@@ -17,7 +18,6 @@ CONNECTOR_NAME = "StageTapConnector"
 PARAMS_KEY = "stagetap"
 """The key inside a request's ``kv_transfer_params``."""
 
-MAX_METADATA_BYTES = 64 * 1024
 MAX_SAMPLE_ID_CHARS = 1024
 
 Positive = Annotated[int, msgspec.Meta(gt=0)]
@@ -103,13 +103,11 @@ def request_options(params: Any) -> RequestOptions:
             f"{where}.prefill_only is not in this version; set max_tokens to 1 to capture a prompt"
         )
     try:
-        size = len(json.dumps(options.metadata, allow_nan=False).encode())
-    except (TypeError, ValueError) as error:
-        raise Refused(f"{where}.metadata is not JSON: {error}") from None
-    if size > MAX_METADATA_BYTES:
-        raise Refused(
-            f"{where}.metadata has {size} bytes of JSON; at most {MAX_METADATA_BYTES} are kept"
-        )
+        check_metadata(options.metadata)
+        if options.sample_id is not None:
+            component(options.sample_id)
+    except Refused as error:
+        raise Refused(f"{where}: {error}") from None
     return options
 
 

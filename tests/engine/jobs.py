@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,39 @@ def capture_with_logprobs(
                     for position in output.prompt_logprobs[1:]
                 ]
     return found
+
+
+def outlive_engine(session: CaptureSession, prompts: dict[str, list[int]]) -> dict[str, Any]:
+    """Kill the engine process after the first sample; how the capture ended, and how soon."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    wanted = [Prompt(sample_id=name, token_ids=ids) for name, ids in prompts.items()]
+    captured, killed_at = [], 0.0
+    try:
+        for done in session.capture(wanted, in_flight=1):
+            captured.append(done.sample_id)
+            if len(captured) == 1:
+                killed_at = time.monotonic()
+                os.kill(engine_pid(session), signal.SIGKILL)
+    except EngineDeadError as error:
+        return {
+            "captured": captured,
+            "error": type(error).__name__,
+            "seconds": time.monotonic() - killed_at,
+        }
+    return {"captured": captured, "error": None, "seconds": 0.0}
+
+
+def tell_pids_and_wait(session: CaptureSession, path: str) -> None:
+    """Write the engine's pid to a file and wait to be killed."""
+    Path(path).write_text(str(engine_pid(session)))
+    time.sleep(600)
+
+
+def engine_pid(session: CaptureSession) -> int:
+    """The pid of the engine process of a session."""
+    (process,) = session._engine.engine_core.resources.engine_manager.processes
+    return process.pid
 
 
 def generate(session: CaptureSession, prompts: list[list[int]], export: bool) -> dict[str, Any]:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from stagetap.errors import Refused
-from stagetap.options import MAX_METADATA_BYTES, connector_options, request_options
+from stagetap.manifest import MAX_METADATA_BYTES
+from stagetap.options import connector_options, request_options
 
 STORE = {"layers": [2, 6], "store": "/data"}
 
@@ -64,7 +65,10 @@ def test_a_missing_option_is_named() -> None:
         ({"include_output": "true"}, "include_output: expected bool"),
         ({"completion": "later"}, "completion: invalid enum value 'later'"),
         ({"metadata": "x"}, "metadata: expected object, got str"),
-        ({"metadata": {"x": float("nan")}}, "metadata is not JSON"),
+        ({"metadata": {"x": float("nan")}}, "metadata does not survive JSON"),
+        ({"metadata": {"x": ["\ud800"]}}, "metadata cannot be written as JSON"),
+        ({"metadata": {"x": [{"y": 10**30}]}}, f"metadata: {10**30} does not fit 64 bits"),
+        ({"sample_id": "a\ud800"}, "lone surrogate at position 1"),
         ({"prefill_only": True, "include_output": True}, "contradict"),
         ({"prefill_only": True}, "not in this version"),
     ],
@@ -77,7 +81,7 @@ def test_bad_request_options_are_named(params: Any, named: str) -> None:
 
 
 def test_metadata_has_a_bound() -> None:
-    fits = {"t": "x" * (MAX_METADATA_BYTES - len('{"t": ""}'))}
+    fits = {"t": "x" * (MAX_METADATA_BYTES - len('{"t":""}'))}
     assert request_options({"metadata": fits}).metadata == fits
-    with pytest.raises(Refused, match=f"has {MAX_METADATA_BYTES + 1} bytes"):
+    with pytest.raises(Refused, match=f"metadata is {MAX_METADATA_BYTES + 1} bytes"):
         request_options({"metadata": {"t": fits["t"] + "x"}})

@@ -19,6 +19,7 @@ from stagetap.cli.arguments import (
 )
 from stagetap.cli.interrupt import INTERRUPTED_EXIT
 from stagetap.cli.output import human_bytes, notes, print_json, results, stdout_kept_clean
+from stagetap.errors import Refused
 from stagetap.models import resolve_model
 from stagetap.taps import parse_layer_ids
 
@@ -66,6 +67,8 @@ def capture_command(
     """
     from stagetap.cli.capture_job import CaptureJob
 
+    if not run:
+        raise Refused("--run is empty: name the run, or leave the option out")
     job = CaptureJob(
         model=resolve_model(model),
         layers=parse_layer_ids(layers),

@@ -35,6 +35,25 @@ def stagetap_params(kv_transfer_params: Any) -> Any | None:
     return kv_transfer_params.get(PARAMS_KEY)
 
 
+def _asked_params(kv_transfer_params: Any) -> Any | None:
+    """As :func:`stagetap_params`, for what a client wrote: nothing of it is passed over.
+
+    Raises:
+        Refused: a null, which a client may mean as "export", or a key that nobody here reads.
+    """
+    if not kv_transfer_params:
+        return None
+    unknown = sorted(str(key) for key in kv_transfer_params if key != PARAMS_KEY)
+    if unknown:
+        raise Refused(
+            f"kv_transfer_params: unknown key {unknown[0]!r}; StageTap is this engine's only "
+            f"connector and reads {PARAMS_KEY!r} alone"
+        )
+    if kv_transfer_params[PARAMS_KEY] is None:
+        raise Refused(f"{WHERE} is null; write {{}} to export, or leave it out")
+    return kv_transfer_params[PARAMS_KEY]
+
+
 def prepare_request(config: VllmConfig, request: EngineCoreRequest) -> None:
     """The ``request`` hook: check an exporting request and give its sample a name.
 
@@ -44,16 +63,16 @@ def prepare_request(config: VllmConfig, request: EngineCoreRequest) -> None:
     sampling = request.sampling_params
     extra = (sampling.extra_args if sampling is not None else None) or {}
     transfer = extra.get("kv_transfer_params")
-    params = stagetap_params(transfer)
     try:
         if not uses_stagetap(config):
-            if params is not None:
+            if stagetap_params(transfer) is not None:
                 raise Refused(
                     f"{WHERE}: this engine captures nothing; start it with --stagetap-layers and "
                     "--stagetap-store"
                 )
             return
         _check_interpreter(request)
+        params = _asked_params(transfer)
         if params is None and options_of(config).export_default == "off":
             return
         options = request_options({} if params is None else params)
@@ -64,7 +83,7 @@ def prepare_request(config: VllmConfig, request: EngineCoreRequest) -> None:
         raise RefusedRequest(str(error)) from None
     named = {**(params or {}), "sample_id": options.sample_id or uuid.uuid4().hex}
     # A new dict: prompts of one call may share the one that the caller made.
-    sampling.extra_args = {**extra, "kv_transfer_params": {**(transfer or {}), PARAMS_KEY: named}}
+    sampling.extra_args = {**extra, "kv_transfer_params": {PARAMS_KEY: named}}
 
 
 def _check_interpreter(request: EngineCoreRequest) -> None:

@@ -23,6 +23,7 @@ from vllm.v1.request import RequestStatus
 
 from stagetap.engine.checkpoint import checkpoint_fingerprint
 from stagetap.engine.messages import SaveOrder, WorkerFacts
+from stagetap.engine.orphan import end_with_parent
 from stagetap.engine.requests import stagetap_params
 from stagetap.engine.series import check_series
 from stagetap.errors import Refused, StageTapError
@@ -103,6 +104,7 @@ class SchedulerSide:
     """
 
     def __init__(self, vllm_config: VllmConfig, options: ConnectorOptions):
+        end_with_parent()
         self._config = vllm_config
         self._options = options
         self._run_id = options.run_id or _new_run_id()

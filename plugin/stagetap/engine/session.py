@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import threading
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from stagetap.options import PARAMS_KEY
 
 CLOSE_SECONDS = 30.0
 """How long an engine may take to end before it is killed; vLLM's own default is not to wait."""
+
+DEATH_POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,8 @@ class CaptureSession:
                 raise StageTapError(f"vLLM did not start: {error}") from error
             finally:
                 del os.environ[REFUSAL_FILE_ENV]
+        self._closing = threading.Event()
+        threading.Thread(target=self._watch_engine, name="stagetap-watch", daemon=True).start()
 
     @property
     def tokenizer(self) -> Any:
@@ -145,6 +150,21 @@ class CaptureSession:
             if running:
                 self._engine.abort_request(list(running))
 
+    def _watch_engine(self) -> None:
+        """Wake ``step`` when the engine has died.
+
+        vLLM's synchronous client notes the death of its engine process, but goes on waiting for an
+        output of it.
+        """
+        client = self._engine.engine_core
+        resources = getattr(client, "resources", None)
+        while resources is not None and not self._closing.wait(DEATH_POLL_SECONDS):
+            if resources.engine_dead:
+                from vllm.v1.engine.exceptions import EngineDeadError
+
+                client.outputs_queue.put(EngineDeadError())
+                return
+
     def _add(self, prompt: Prompt) -> str:
         from vllm import SamplingParams
 
@@ -168,6 +188,7 @@ class CaptureSession:
 
     def close(self) -> None:
         """Stop the engine, which gets :data:`CLOSE_SECONDS` to let go of its store."""
+        self._closing.set()
         self._engine.engine_core.shutdown(timeout=CLOSE_SECONDS)
 
     def __enter__(self) -> CaptureSession:

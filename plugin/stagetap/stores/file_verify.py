@@ -84,6 +84,11 @@ def _verify(
     progress: Callable[[int, int], None] | None,
 ) -> VerifyReport:
     report = VerifyReport(live_writers=_live_writers(root))
+    if gc and report.live_writers:
+        # Their lock on the store may be lost: somebody may have put stagetap.json back from a copy.
+        raise Refused(
+            f"{root} is in use by {', '.join(report.live_writers)}: sweep it when that has ended"
+        )
     try:
         commits, deletes = reader.poll()
     except StoreError as error:
