@@ -30,7 +30,10 @@ class Served:
         body = {"model": "smollm2", "prompt": [504, 4626, 761], "max_tokens": 4, "temperature": 0}
         if stagetap is not None:
             body["kv_transfer_params"] = {"stagetap": stagetap}
-        return self.client.post("/v1/completions", json={**body, **changes})
+        # Escaped, so that what is no valid Unicode reaches the server too.
+        content = json.dumps({**body, **changes})
+        headers = {"content-type": "application/json"}
+        return self.client.post("/v1/completions", content=content, headers=headers)
 
     def sample(self, sample_id: str) -> Any:
         """The committed sample, verified."""
