@@ -60,7 +60,10 @@ def kill() -> Callable[["subprocess.Popen[str]"], str]:
 
     def kill_it(process: "subprocess.Popen[str]") -> str:
         process.send_signal(signal.SIGKILL)
-        rest = process.communicate(timeout=30)[0]
+        assert process.stdout is not None
+        # Not communicate(): it would pass over the lines that readline() has read ahead.
+        rest = process.stdout.read()
+        process.wait(timeout=30)
         assert process.returncode == -signal.SIGKILL
         return rest
 
