@@ -141,6 +141,17 @@ def test_the_models_dtype_is_kept(captured: Callable[..., Any], dtype: str) -> N
 
 
 @pytest.mark.full
+def test_a_quantized_kv_cache_leaves_the_taps_dtype_alone(captured: Callable[..., Any]) -> None:
+    prompts = {"a": random_prompts([50])[0]}
+    one = captured("llama", prompts, TINY_LAYERS, pp=1, kv_cache_dtype="fp8")
+    two = captured("llama", prompts, TINY_LAYERS, pp=2, kv_cache_dtype="fp8")
+    assert two["a"].hidden_states.dtype == torch.bfloat16
+    assert two["a"].manifest.tapped.kv_cache_dtype == "fp8"
+    comparison = compare_datasets(one, two, prompts)
+    assert comparison.bitwise, "\n".join(comparison.findings())
+
+
+@pytest.mark.full
 def test_many_at_once_keep_their_own_rows(captured: Callable[..., Any]) -> None:
     """Batch composition moves bf16 by a few ULP: each sample stays nearest to its own reference."""
     lengths = [5 + 7 * n for n in range(20)]
