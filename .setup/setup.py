@@ -128,12 +128,15 @@ def drop_broken_vision() -> None:
 
 def install_plugin() -> None:
     """The plugin and the tools of its developers, when what asks for them has changed."""
-    inputs = (ROOT / "pyproject.toml").read_bytes() + FROZEN.read_bytes()
+    constraints = (FROZEN, CONSTRAINTS)
+    asked = (ROOT / "pyproject.toml", *constraints)
+    inputs = b"".join(file.read_bytes() for file in asked)
     wanted = hashlib.sha256(inputs).hexdigest()
     if PLUGIN_STAMP.exists() and PLUGIN_STAMP.read_text() == wanted:
         return
     say("installing stagetap and its development tools")
-    pip("install", "--constraint", FROZEN, "--editable", f"{ROOT}[dev]")
+    options = [option for file in constraints for option in ("--constraint", file)]
+    pip("install", *options, "--editable", f"{ROOT}[dev]")
     PLUGIN_STAMP.write_text(wanted)
 
 

@@ -69,6 +69,19 @@ def parse_layer_ids(text: str) -> tuple[int, ...]:
     return validate_layer_ids(ids)
 
 
+def check_stage_count(pp: int, num_hidden_layers: int) -> None:
+    """Refuse more pipeline stages than decoder layers: some would run nothing.
+
+    Raises:
+        Refused: naming both numbers.
+    """
+    if pp > num_hidden_layers:
+        raise Refused(
+            f"{pp} pipeline stages are more than the model's {num_hidden_layers} decoder layers; "
+            f"use at most {num_hidden_layers}"
+        )
+
+
 def owned_ids(start: int, end: int, asked: Sequence[int]) -> tuple[int, ...]:
     """The asked ids that a stage running layers ``[start, end)`` owns, ascending."""
     return tuple(sorted(k for k in asked if start < k <= end or (k == 0 and start == 0 < end)))

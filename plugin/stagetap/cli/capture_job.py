@@ -18,8 +18,8 @@ from stagetap.cli.output import activity, human_bytes, notes
 from stagetap.cli.tokenized import load_prompts
 from stagetap.errors import Refused
 from stagetap.prompts import TokenPrompt, check_lengths, check_token_ids
-from stagetap.stores.base import file_root
-from stagetap.taps import validate_layer_ids
+from stagetap.stores.base import check_store, file_root
+from stagetap.taps import check_stage_count, validate_layer_ids
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,9 @@ class CaptureJob:
         """
         facts = model_facts(self.model)
         validate_layer_ids(self.layers, facts.num_hidden_layers)
+        if facts.num_hidden_layers is not None:
+            check_stage_count(self.pp, facts.num_hidden_layers)
+        check_store(self.out, self.layers)
         committed = self._committed(resume)
         prompts = load_prompts(prompt_file, self.model)
         if facts.vocab_size is not None:
@@ -97,7 +100,6 @@ class CaptureJob:
                 f"{self.out} holds {len(committed)} samples of run {self.run_id!r} already; add "
                 "--resume to capture what is missing, or choose another --out or --run"
             )
-        committed.check_layers(self.layers)
         return committed
 
     def _check_room(self, guard: DiskGuard, prompts: Sequence[TokenPrompt]) -> None:
@@ -130,7 +132,8 @@ class CaptureJob:
         }
         with Interruption(_say_stopping) as interruption:
             with activity() as notify:
-                notify(f"starting vLLM with {self.pp} stages of {self.tp} ranks")
+                ranks = f" of {self.tp} ranks" if self.tp > 1 else ""
+                notify(f"starting vLLM, stages: {self.pp}{ranks}")
                 session = CaptureSession(
                     self.model,
                     layers=self.layers,

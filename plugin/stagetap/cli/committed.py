@@ -45,14 +45,6 @@ class CommittedSamples:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def check_layers(self, layers: tuple[int, ...]) -> None:
-        """Raise Refused when the store holds other layers than those asked for."""
-        if self._reader is not None and self._reader.invariant.layer_ids != layers:
-            raise Refused(
-                f"{self._uri} holds layers {list(self._reader.invariant.layer_ids)}, asked for are "
-                f"{list(layers)}; ask for the same, or give another directory"
-            )
-
     def missing(self, prompts: Iterable[TokenPrompt]) -> list[TokenPrompt]:
         """The prompts that are not committed.
 

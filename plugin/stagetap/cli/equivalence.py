@@ -52,7 +52,9 @@ def equivalence_command(
     ] = None,
     reference: Annotated[
         Path | None,
-        typer.Option("--reference", help="Compare with this dataset, captured at --pp 1 before."),
+        typer.Option(
+            "--reference", help="Compare with this dataset, captured at --pp 1 before: KEEP/pp1."
+        ),
     ] = None,
     partition: Annotated[
         str | None, typer.Option("--partition", help="Layers of each stage, such as 10,20.")
@@ -103,6 +105,12 @@ def equivalence_command(
         chosen = prompts_of_lengths(
             parse_lengths(lengths) if lengths else DEFAULT_LENGTHS, facts.vocab_size
         )
+        longest = max(len(prompt.token_ids) for prompt in chosen)
+        if facts.max_len is not None and longest >= facts.max_len:
+            raise Refused(
+                f"--lengths {longest} does not fit the model's {facts.max_len} tokens with one of "
+                "output; give shorter ones"
+            )
     with _workplace(keep) as folder, activity() as notify:
         proof = prove(
             arm,
@@ -199,6 +207,8 @@ def _tolerance() -> str:
 @contextmanager
 def _workplace(keep: Path | None) -> Iterator[Path]:
     if keep is not None:
+        if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
+            raise Refused(f"--keep {keep} is there and no empty folder; give a new one")
         keep.mkdir(parents=True, exist_ok=True)
         yield keep
         return

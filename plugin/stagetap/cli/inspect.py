@@ -10,7 +10,7 @@ from rich.table import Column, Table
 
 from stagetap.cli.arguments import JsonOption
 from stagetap.cli.output import human_bytes, print_json, results, table
-from stagetap.errors import AmbiguousSample, SampleNotFound
+from stagetap.errors import AmbiguousSample, Refused, SampleNotFound
 
 
 def inspect_command(
@@ -44,7 +44,9 @@ def _dataset(uri: str, run: str | None) -> dict[str, Any]:
     reader = open_store_reader(uri)
     runs: dict[str, dict[str, Any]] = {}
     stages: dict[tuple[str, int, tuple[int, ...]], Counter[str]] = {}
+    known: set[str] = set()
     for entry in live_commits(reader):
+        known.add(entry.run_id)
         if run not in (None, entry.run_id):
             continue
         manifest = reader.manifest(entry)
@@ -75,6 +77,8 @@ def _dataset(uri: str, run: str | None) -> dict[str, Any]:
             ids = tuple(layer.id for layer in fragment.layers)
             counted = stages.setdefault((manifest.run_id, fragment.stage, ids), Counter())
             counted.update(fragments=1, bytes=fragment.byte_size)
+    if run is not None and run not in known:
+        raise Refused(f"{uri} has no run {run!r}; it has {', '.join(sorted(known)) or 'none'}")
     return {
         "uri": uri,
         **asdict(reader.invariant),

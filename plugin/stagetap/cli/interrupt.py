@@ -53,7 +53,8 @@ class Interruption:
     A terminal signals the engine's processes as well, and those would drop what they are doing. So
     SIGINT is blocked in the main thread, which processes started inside the context inherit, and a
     thread of ours acts on it: it calls ``end``, but for the first one after :meth:`defer`, which
-    only sets ``requested`` and calls ``on_request``.
+    only sets ``requested`` and calls ``on_request``. SIGTERM always ends: it must take the engine's
+    processes along, which live in a process group of their own.
 
     Where SIGINT is ignored, as in a background job of a shell, it stays so.
     """
@@ -67,6 +68,7 @@ class Interruption:
         self._end = end
         self._thread = threading.Thread(target=self._watch, name="stagetap-ctrl-c", daemon=True)
         self._handler_before: Any = None
+        self._terminate_before: Any = None
         self._wakeup_before = -1
         self._noted = self._note = -1  # The ends of the pipe into which arriving signals are noted.
 
@@ -85,6 +87,7 @@ class Interruption:
         # the main thread to leave what it is in.
         self._wakeup_before = signal.set_wakeup_fd(self._note, warn_on_full_buffer=False)
         self._handler_before = signal.signal(signal.SIGINT, lambda signum, frame: None)
+        self._terminate_before = signal.signal(signal.SIGTERM, lambda signum, frame: None)
         self._thread.start()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         return self
@@ -103,13 +106,14 @@ class Interruption:
         os.close(self._note)
         os.close(self._noted)
         signal.signal(signal.SIGINT, self._handler_before)
+        signal.signal(signal.SIGTERM, self._terminate_before)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
     def _watch(self) -> None:
         while (number := os.read(self._noted, 1)) != _END:
-            if number[0] != signal.SIGINT:
+            if number[0] not in (signal.SIGINT, signal.SIGTERM):
                 continue
-            if self.requested or not self._deferring:
+            if number[0] == signal.SIGTERM or self.requested or not self._deferring:
                 self._end()
             else:
                 self.requested = True

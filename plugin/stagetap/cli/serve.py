@@ -15,7 +15,7 @@ from stagetap.cli.arguments import JsonOption, LayersOption, MaxLenOption, PpOpt
 from stagetap.cli.output import print_json, results
 from stagetap.errors import Refused
 from stagetap.models import resolve_model
-from stagetap.taps import parse_layer_ids, validate_layer_ids
+from stagetap.taps import check_stage_count, parse_layer_ids, validate_layer_ids
 
 
 def serve_command(
@@ -41,12 +41,19 @@ def serve_command(
     """
     from stagetap.cli.model_facts import model_facts
     from stagetap.engine.environment import engine_environment, is_cpu_build
-    from stagetap.stores.base import file_root
+    from stagetap.patchstack import require_applied
+    from stagetap.stores.base import check_store, file_root
 
     if as_json and not dry_run:
         raise Refused("--json describes a --dry-run; add --dry-run or drop --json")
     name, model = model, resolve_model(model)
-    ids = validate_layer_ids(parse_layer_ids(layers), model_facts(model).num_hidden_layers)
+    total = model_facts(model).num_hidden_layers
+    ids = validate_layer_ids(parse_layer_ids(layers), total)
+    if total is not None:
+        check_stage_count(pp, total)
+    check_store(store, ids)
+    if not dry_run:
+        require_applied()
     command = [
         *(_vllm_command(), "serve", model),
         *("--stagetap-layers", ",".join(map(str, ids)), "--stagetap-store", file_root(store)),

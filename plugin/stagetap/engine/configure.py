@@ -13,7 +13,8 @@ from stagetap.engine.refusal import announced
 from stagetap.engine.series import check_series
 from stagetap.errors import Refused
 from stagetap.options import CONNECTOR_NAME, ConnectorOptions, connector_options
-from stagetap.taps import validate_layer_ids
+from stagetap.stores.base import check_store
+from stagetap.taps import check_stage_count, validate_layer_ids
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -49,7 +50,10 @@ def configure(config: VllmConfig) -> None:
         check_series()
         options = options_of(config)
         _check_engine(config)
-        validate_layer_ids(options.layers, config.model_config.get_total_num_hidden_layers())
+        total = config.model_config.get_total_num_hidden_layers()
+        validate_layer_ids(options.layers, total)
+        check_stage_count(config.parallel_config.pipeline_parallel_size, total)
+        check_store(options.store, options.layers)
         _choose_classes(config)
     # Part of vLLM's compilation hash: code compiled with taps is not code compiled without.
     if isinstance(config.additional_config, dict):

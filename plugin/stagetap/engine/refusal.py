@@ -2,7 +2,7 @@
 
 vLLM starts in several processes and surrounds what one of them raises with a traceback and a
 message of its own. The line below is what a user needs, so it goes to the process's own stderr,
-unprefixed, and to a file when a StageTap command has named one.
+unprefixed, or to a file when a StageTap command has named one and prints it at its end.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def announced() -> Iterator[None]:
         yield
     except StageTapError as error:
         line = f"stagetap: refused: {error}\n".encode()
-        # Not sys.stderr: vLLM prefixes its lines with the process's name.
-        os.write(2, line)
         if path := os.environ.get(REFUSAL_FILE_ENV):
-            with open(path, "ab") as file:
+            with open(path, "ab") as file:  # the command that named the file prints it
                 file.write(line)
+        else:
+            os.write(2, line)  # not sys.stderr, whose lines vLLM prefixes with the process's name
         raise StartRefused(str(error)) from error

@@ -15,6 +15,7 @@ from typing import Any
 
 from stagetap.engine.environment import READ_AT_IMPORT, engine_environment, is_cpu_build
 from stagetap.engine.refusal import REFUSAL_FILE_ENV, StartRefused
+from stagetap.engine.series import check_series
 from stagetap.errors import Refused, StageTapError
 from stagetap.options import PARAMS_KEY
 
@@ -77,6 +78,7 @@ class CaptureSession:
         connector_options: dict[str, Any] | None = None,
         engine_args: dict[str, Any] | None = None,
     ):
+        check_series()
         environment = engine_environment(pp, tp)
         late = [name for name in READ_AT_IMPORT if environment.get(name) != os.environ.get(name)]
         if late and "vllm" in sys.modules:
@@ -108,7 +110,7 @@ class CaptureSession:
                 if refusal.exists():
                     line = refusal.read_text().splitlines()[0]
                     raise Refused(line.removeprefix("stagetap: refused: ")) from None
-                raise StageTapError(f"vLLM did not start: {error}") from error
+                raise _start_failure(error) from error
             finally:
                 del os.environ[REFUSAL_FILE_ENV]
         self._closing = threading.Event()
@@ -213,6 +215,19 @@ def _start(
 
     transfer = kv_transfer_config(layers, store, **options)
     return LLMEngine.from_engine_args(EngineArgs(**arguments, kv_transfer_config=transfer))
+
+
+def _start_failure(error: Exception) -> StageTapError:
+    """What vLLM itself says against its arguments, in one line, or that it failed at its start."""
+    details = getattr(error, "errors", None)  # of pydantic, whose message is several lines
+    if callable(details) and (found := details()):
+        reason = str(found[0]["msg"]).removeprefix("Value error, ")
+        return Refused(f"vLLM refuses these arguments: {reason}")
+    if isinstance(error, (TypeError, ValueError)):
+        return Refused(f"vLLM refuses these arguments: {error}")
+    return StageTapError(
+        f"vLLM did not start: {error}; its own log is above, VLLM_LOGGING_LEVEL=INFO says more"
+    )
 
 
 def _captured(output: Any) -> Captured:

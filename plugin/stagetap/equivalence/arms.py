@@ -19,6 +19,7 @@ PARTITION_ENV = "VLLM_PP_LAYER_PARTITION"
 
 _REFUSED, _ERROR = "stagetap: refused: ", "stagetap: error: "
 _SHOWN_LOG_LINES = 40
+_END_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -83,16 +84,26 @@ def run_arm(arm: Arm, prompts: Path, out: Path, log: Path) -> dict[str, Any]:
         StageTapError: it failed, or a sample did.
     """
     with log.open("wb") as errors:
-        done = subprocess.run(
+        child = subprocess.Popen(
             arm.command(prompts, out),
             env=arm.environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
         )
-    if done.returncode == 0:
-        return dict(json.loads(done.stdout))
-    raise _failure(arm, done.returncode, done.stdout, log)
+    try:
+        stdout, _ = child.communicate()
+    except BaseException:
+        # Not kill(): the capture ends its engine's processes, which nobody else knows.
+        child.terminate()
+        try:
+            child.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            child.kill()
+        raise
+    if child.returncode == 0:
+        return dict(json.loads(stdout))
+    raise _failure(arm, child.returncode, stdout, log)
 
 
 def _failure(arm: Arm, returncode: int, stdout: bytes, log: Path) -> StageTapError:

@@ -13,6 +13,7 @@ from stagetap.equivalence.partition import owners, stage_layers
 from stagetap.errors import Refused
 from stagetap.fingerprint import weights_fingerprint
 from stagetap.prompts import TokenPrompt
+from stagetap.taps import check_stage_count
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ def check_arm(arm: Arm, num_hidden_layers: int) -> dict[int, list[int]]:
         raise Refused(
             f"--pp {arm.pp} compares one stage with itself; give --pp 2 or more to prove something"
         )
+    check_stage_count(arm.pp, num_hidden_layers)
     stages = stage_layers(num_hidden_layers, arm.pp, arm.partition)
     owned = owners(stages, arm.layers)
     if len(owned) < 2:

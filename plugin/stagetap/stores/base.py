@@ -223,6 +223,16 @@ def open_store_reader(uri: str | os.PathLike[str]) -> StoreReader:
     return FileStoreReader(file_root(uri))
 
 
+def check_store(uri: str | os.PathLike[str], layer_ids: tuple[int, ...]) -> None:
+    """Refuse, before any engine starts, a store that these layers cannot go to.
+
+    Raises Refused or StoreError.
+    """
+    from stagetap.stores.file_invariant import check_usable
+
+    check_usable(file_root(uri), layer_ids)
+
+
 def file_root(uri: str | os.PathLike[str]) -> str:
     """The absolute directory that a store address names: a path or `file:///path`.
 

@@ -64,6 +64,23 @@ def is_claimed(root: str) -> bool:
     return False
 
 
+def check_usable(root: str, layer_ids: tuple[int, ...]) -> None:
+    """Refuse a directory that no engine with these layers could use. Creates nothing.
+
+    For the seconds before an engine starts; `claim` has the last word once it is there.
+    Raises Refused, ForeignStore, UnknownVersion or StoreError.
+    """
+    if os.path.lexists(root) and not os.path.isdir(root):
+        raise Refused(f"{root} is no directory: give a new or an empty one")
+    if is_claimed(root):
+        stored = read_invariant(root).layer_ids
+        if stored != layer_ids:
+            raise Refused(
+                f"{root} holds layers {list(stored)}, asked for are {list(layer_ids)}: ask for "
+                "the same, or give another directory"
+            )
+
+
 def claim(root: str, invariant: Invariant) -> None:
     """Create `stagetap.json` and the directories beside it, or find one that says the same.
 
