@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from engine.harness import Arm, clean_environment, refusals
+from engine.unpatched import unpatched_site
 
 pytestmark = pytest.mark.engine
 
@@ -53,6 +54,14 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["--speculative-config"],
     ),
     "lora": ({"engine": {"enable_lora": True}}, ["--enable-lora"]),
+    "more stages than layers": (
+        {"engine": {"pipeline_parallel_size": 7}},
+        ["7 pipeline stages", "6 decoder layers"],
+    ),
+    "a store that is something else": (
+        {"options": {**GOOD, "store": str(Path(__file__).parent)}},
+        ["holds other things"],
+    ),
     "another family": ({"family": "granite"}, ["GraniteForCausalLM", "LlamaForCausalLM"]),
     "old runner": ({"environment": {"VLLM_USE_V2_MODEL_RUNNER": "0"}}, ["Model Runner V2"]),
 }
@@ -87,6 +96,25 @@ def test_refused_by_name(found: dict[str, str | None], name: str) -> None:
     assert "\n" not in refusal
     for part in named:
         assert part in refusal
+
+
+def test_capture_with_an_unpatched_vllm_names_the_cure(
+    checkpoint: Callable[..., str], tmp_path: Path
+) -> None:
+    site = unpatched_site(tmp_path / "site", shim=False)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt_token_ids": [5, 6]}\n')
+    command = [sys.executable, "-m", "stagetap", "capture", "--model", checkpoint("llama")]
+    child = subprocess.run(
+        [*command, "--prompts", prompts, "--out", tmp_path / "out", "--layers", "2,6", "--pp", "2"],
+        env=clean_environment(PYTHONPATH=str(site)),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert child.returncode == 2, child.stderr
+    (line,) = refusals(child.stderr)
+    assert "stagetap patch apply" in line
 
 
 @pytest.mark.parametrize(

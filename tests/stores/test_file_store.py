@@ -28,6 +28,7 @@ from stagetap.publish.publisher import Gather, Publisher
 from stagetap.stores.base import (
     FragmentHeader,
     SampleRef,
+    check_store,
     open_store_committer,
     open_store_reader,
     open_store_writer,
@@ -678,3 +679,22 @@ def test_two_engines_write_to_one_store_at_once(root: Path) -> None:
     times = [(e.committed_at_ns, e.writer, e.line) for e in dataset.entries]
     assert times == sorted(times)
     assert len(list(dataset)) == 30
+
+
+def test_what_no_engine_could_use_is_told_before_one_starts(tmp_path: Path) -> None:
+    check_store(tmp_path / "new", (1, 2))
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "empty").mkdir()
+    check_store(tmp_path / "empty", (1, 2))
+    file = tmp_path / "file"
+    file.write_text("x")
+    with pytest.raises(Refused, match="is no directory"):
+        check_store(file, (1, 2))
+    with pytest.raises(Refused, match="holds other things"):
+        check_store(tmp_path, (1, 2))
+    engine = Engine(tmp_path / "store")
+    layers = engine.tapped.layer_ids
+    engine.close()
+    check_store(tmp_path / "store", layers)
+    with pytest.raises(Refused, match="holds layers"):
+        check_store(tmp_path / "store", (*layers, 0))

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 import torch
 
@@ -268,13 +272,49 @@ def test_how_an_arm_failed_is_passed_on(
     kind: type[Exception],
     said: str,
 ) -> None:
-    def fake_run(command: list[str], **arguments: Any) -> Any:
-        arguments["stderr"].write(log.encode())
-        arguments["stderr"].flush()
-        return subprocess.CompletedProcess(command, code, stdout.encode())
-
-    monkeypatch.setattr(subprocess, "run", fake_run)
+    script = (
+        f"import sys; sys.stderr.write({log!r}); sys.stdout.write({stdout!r}); sys.exit({code})"
+    )
+    monkeypatch.setattr(Arm, "command", lambda *_: [sys.executable, "-c", script])
     with pytest.raises(StageTapError, match=said) as raised:
         run_arm(Arm("m", [1], pp=2), tmp_path / "p", tmp_path / "out", tmp_path / "log")
     assert type(raised.value) is kind
     assert ("Segmentation fault" in capsys.readouterr().err) is (code == 139)
+
+
+STUBBORN = """
+import pathlib, signal, subprocess, sys, time
+from stagetap.cli.interrupt import Interruption
+with Interruption():
+    grandchild = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    pathlib.Path(sys.argv[1]).write_text(str(grandchild.pid))
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_comparison_leaves_no_process(sent: signal.Signals, tmp_path: Path) -> None:
+    """The arm's own child, in a session of its own as an engine may be, ends too."""
+    told = tmp_path / "pid"
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom stagetap.equivalence.arms import Arm, run_arm\n"
+        "from stagetap.cli import main\n"
+        f"Arm.command = lambda *_: [sys.executable, '-c', {STUBBORN!r}, {str(told)!r}]\n"
+        f"here = Path({str(tmp_path)!r})\n"
+        "run_arm(Arm('m', [1], pp=2), here, here, here / 'log')\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while not told.exists() or not told.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        grandchild = psutil.Process(int(told.read_text()))
+        (arm,) = psutil.Process(process.pid).children()
+        # As a terminal or a supervisor would: the comparison for SIGINT, its arm for SIGTERM.
+        (process if sent == signal.SIGINT else arm).send_signal(sent)
+        _, alive = psutil.wait_procs([arm, grandchild], timeout=30)
+        assert not alive
+    finally:
+        process.kill()
+        process.wait()
