@@ -56,7 +56,7 @@ class Interruption:
     only sets ``requested`` and calls ``on_request``. SIGTERM always ends: it must take the engine's
     processes along, which live in a process group of their own.
 
-    Where SIGINT is ignored, as in a background job of a shell, it stays so.
+    Where SIGINT is ignored, as in a background job of a shell, it stays so; SIGTERM works there too.
     """
 
     def __init__(
@@ -77,8 +77,6 @@ class Interruption:
         self._deferring = True
 
     def __enter__(self) -> Interruption:
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-            return self
         # Started later, it would unblock SIGINT for us.
         resource_tracker.ensure_running()
         self._noted, self._note = os.pipe()
@@ -86,7 +84,9 @@ class Interruption:
         # Whichever thread the signal hits, it is noted at once; a handler would have to wait for
         # the main thread to leave what it is in.
         self._wakeup_before = signal.set_wakeup_fd(self._note, warn_on_full_buffer=False)
-        self._handler_before = signal.signal(signal.SIGINT, lambda signum, frame: None)
+        self._handler_before = signal.getsignal(signal.SIGINT)
+        if self._handler_before is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, lambda signum, frame: None)
         self._terminate_before = signal.signal(signal.SIGTERM, lambda signum, frame: None)
         self._thread.start()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -98,8 +98,6 @@ class Interruption:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._handler_before is None:
-            return
         signal.set_wakeup_fd(self._wakeup_before)
         os.write(self._note, _END)
         self._thread.join()

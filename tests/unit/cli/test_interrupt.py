@@ -95,9 +95,11 @@ def is_running(pid: int) -> bool:
 
 
 CHILDREN = """
-import multiprocessing, time
+import multiprocessing, signal, sys, time
 from stagetap.cli.interrupt import Interruption
 if __name__ == "__main__":
+    if sys.argv[1:] == ["background"]:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     with Interruption():
         child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
         child.start()
@@ -109,15 +111,20 @@ if __name__ == "__main__":
 """
 
 
-def test_the_end_takes_the_processes_along() -> None:
-    command = [sys.executable, "-c", CHILDREN]
+@pytest.mark.parametrize(
+    ("sent", "started"),
+    [(signal.SIGINT, []), (signal.SIGTERM, []), (signal.SIGTERM, ["background"])],
+)
+def test_the_end_takes_the_processes_along(sent: signal.Signals, started: list[str]) -> None:
+    command = [sys.executable, "-c", CHILDREN, *started]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     ) as parent:
         assert parent.stdout is not None
         assert parent.stderr is not None
         child = int(parent.stdout.readline())
-        os.killpg(parent.pid, signal.SIGINT)
+        deliver = os.killpg if sent is signal.SIGINT else os.kill  # A terminal reaches them all.
+        deliver(parent.pid, sent)
         assert parent.wait(30) == INTERRUPTED_EXIT
         assert parent.stderr.read() == b"\nstagetap: interrupted\n"
     deadline = time.monotonic() + 30
