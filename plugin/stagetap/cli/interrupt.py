@@ -56,7 +56,7 @@ class Interruption:
     only sets ``requested`` and calls ``on_request``. SIGTERM always ends: it must take the engine's
     processes along, which live in a process group of their own.
 
-    Where SIGINT is ignored, as in a background job of a shell, it stays so; SIGTERM works there too.
+    Where SIGINT is ignored, as in a background job of a shell, it stays so; SIGTERM is heard.
     """
 
     def __init__(
