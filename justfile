@@ -42,6 +42,10 @@ test-gpu *args: setup
 bench *args: setup
     @PYTHONPATH=tests '{{ bin }}/python' -m bench {{ args }}
 
+# A server under a mix of prompts, aborts, disconnects and failing puts: nothing lost or leaked.
+soak *args: setup
+    @PYTHONPATH=tests '{{ bin }}/python' -m soak {{ args }}
+
 # Formatting, lint rules, types.
 lint:
     @'{{ bin }}/ruff' format --check --quiet .

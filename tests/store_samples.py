@@ -156,7 +156,9 @@ class Engine:
         self.committer.leave_nonce(f"nonce-{run}")
         assert f"nonce-{run}" in self.writer.read_nonces()
         self.committer.begin_run(invariant or kind_of(manifest(self.tapped, probe, (), 1)))
-        self.publisher = Publisher(self.writer, slots, slot_bytes, writer_threads=2)
+        self.publisher = Publisher(
+            self.writer, slots, slot_bytes, writer_threads=2, refuse_nonfinite=True
+        )
 
     def ref(self, sample_id: str) -> SampleRef:
         """A fresh attempt."""

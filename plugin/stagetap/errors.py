@@ -51,6 +51,10 @@ class CorruptLog(StoreError):
         self.line = line
 
 
+class NonFinite(StageTapError):
+    """A hidden state that is to be stored is NaN or Inf, and such states shall not be."""
+
+
 class SampleError(StageTapError):
     """Something is wrong with one sample; `stage` and `layer` are None where they do not apply."""
 

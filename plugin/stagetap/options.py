@@ -36,6 +36,9 @@ class ConnectorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         writer_threads: fragments that a stage writes at once.
         publish_timeout_s: seconds between the end of a request and its commit after which the
             sample fails.
+        max_consecutive_failures: samples that fail in a row before exporting is suspended; 0
+            never suspends it.
+        on_nonfinite: whether a NaN or Inf in a tap fails the sample or is stored.
     """
 
     layers: tuple[int, ...]
@@ -46,6 +49,8 @@ class ConnectorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     slot_bytes: Positive = 8 * 1024 * 1024
     writer_threads: Positive = 4
     publish_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 120.0
+    max_consecutive_failures: Annotated[int, msgspec.Meta(ge=0)] = 16
+    on_nonfinite: Literal["fail", "store"] = "fail"
 
 
 class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -98,10 +103,6 @@ def request_options(params: Any) -> RequestOptions:
         )
     if options.prefill_only and options.include_output:
         raise Refused(f"{where}: prefill_only and include_output contradict each other; drop one")
-    if options.prefill_only:
-        raise Refused(
-            f"{where}.prefill_only is not in this version; set max_tokens to 1 to capture a prompt"
-        )
     try:
         check_metadata(options.metadata)
         if options.sample_id is not None:

@@ -89,11 +89,29 @@ def refusals(stderr: str) -> list[str]:
     return [line.removeprefix(lead) for line in stderr.splitlines() if line.startswith(lead)]
 
 
+@dataclass
+class Server:
+    """A running ``stagetap serve``.
+
+    Attributes:
+        client: asks it.
+        process: the front end; its engine and workers are below it.
+        log: what all of them printed.
+    """
+
+    client: httpx.Client
+    process: subprocess.Popen[bytes]
+    log: Path
+
+
 @contextmanager
 def server(
     arguments: list[str], environment: dict[str, str], log: Path, timeout: float = 240
-) -> Iterator[httpx.Client]:
-    """A real ``stagetap serve`` on loopback, in its own process group, ended by its pid."""
+) -> Iterator[Server]:
+    """A real ``stagetap serve`` on loopback, in its own process group, ended by its pid.
+
+    It must run until the end of the context, unless it was told to stop and ended well.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -108,7 +126,9 @@ def server(
             start_new_session=True,
         )
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+        limits = httpx.Limits(max_connections=None)
+        base_url = f"http://127.0.0.1:{port}"
+        with httpx.Client(base_url=base_url, timeout=120, limits=limits) as client:
             deadline = time.monotonic() + timeout
             while True:
                 assert process.poll() is None, log.read_text()[-6000:]
@@ -118,8 +138,8 @@ def server(
                         break
                 except httpx.TransportError:
                     time.sleep(0.25)
-            yield client
-            assert process.poll() is None, log.read_text()[-6000:]
+            yield Server(client, process, log)
+            assert process.poll() in (None, 0), log.read_text()[-6000:]
     finally:
         process.terminate()
         try:

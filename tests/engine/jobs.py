@@ -195,8 +195,8 @@ def refused_configurations(cases: list[dict[str, Any]]) -> list[str | None]:
         transfer = {
             "kv_connector": "StageTapConnector",
             "kv_role": "kv_producer",
-            **case.get("transfer", {}),
             "kv_connector_extra_config": case["options"],
+            **case.get("transfer", {}),
         }
         os.environ.update(case.get("environment", {}))
         try:

@@ -10,12 +10,24 @@ from typing import Any
 
 import pytest
 
-from engine.harness import Arm, clean_environment, refusals
+from engine.beside import connector_part, multi_connector
+from engine.harness import TESTS, Arm, clean_environment, refusals
 from engine.unpatched import unpatched_site
 
 pytestmark = pytest.mark.engine
 
-GOOD = {"layers": [2, 6, 0], "store": "/nowhere"}
+GOOD: dict[str, Any] = {"layers": [2, 6, 0], "store": "/nowhere"}
+
+
+def beside(other: dict[str, Any], first: bool = False, **options: Any) -> dict[str, Any]:
+    """StageTap and another connector inside MultiConnector; the other one first or not."""
+    transfer = multi_connector(GOOD["layers"], GOOD["store"], other)
+    connectors = transfer["kv_connector_extra_config"]["connectors"]
+    connectors[0]["kv_connector_extra_config"].update(options)
+    if first:
+        connectors.reverse()
+    return transfer
+
 
 # name -> what differs from a good configuration, and what the refusal must name.
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -53,6 +65,42 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         },
         ["--speculative-config"],
     ),
+    "sleep mode": ({"engine": {"enable_sleep_mode": True}}, ["--enable-sleep-mode"]),
+    "weight transfer": (
+        {"engine": {"weight_transfer_config": {"backend": "nccl"}}},
+        ["--weight-transfer-config"],
+    ),
+    "pooling": ({"engine": {"runner": "pooling"}}, ["--runner generate"]),
+    "data parallelism": ({"engine": {"data_parallel_size": 2}}, ["data_parallel_size"]),
+    "decode context parallelism": (
+        {"engine": {"decode_context_parallel_size": 2, "tensor_parallel_size": 2}},
+        ["context parallelism", "decode_context_parallel_size"],
+    ),
+    "prefill context parallelism": (
+        {"engine": {"prefill_context_parallel_size": 2}},
+        ["prefill_context_parallel_size"],
+    ),
+    "a loading connector beside": (
+        {"transfer": beside(connector_part("Loading", kv_role="kv_both"))},
+        ["Loading", "kv_both", "no forward pass"],
+    ),
+    "a consuming connector beside": (
+        {"transfer": beside(connector_part("Loading", kv_role="kv_consumer"))},
+        ["kv_consumer"],
+    ),
+    "a connector without groups beside": (
+        {"transfer": beside(connector_part("NoGroups"))},
+        ["NoGroups", "KV cache groups"],
+    ),
+    "not the first of several": (
+        {"transfer": beside(connector_part("Producing"), first=True)},
+        ["must be the first"],
+    ),
+    "misspelt option beside others": (
+        {"transfer": beside(connector_part("Producing"), slotz=4)},
+        ["'slotz'"],
+    ),
+    "good beside others": ({"transfer": beside(connector_part("Producing"))}, []),
     "lora": ({"engine": {"enable_lora": True}}, ["--enable-lora"]),
     "more stages than layers": (
         {"engine": {"pipeline_parallel_size": 7}},
@@ -81,7 +129,8 @@ def found(checkpoint: Callable[..., str]) -> dict[str, str | None]:
         cases.append(
             {"options": GOOD, **changes, "engine": {**engine, **changes.get("engine", {})}}
         )
-    answers = Arm("engine.jobs:refused_configurations", None, {"cases": cases}).run()
+    environment = {"PYTHONPATH": str(TESTS / "faults")}
+    answers = Arm("engine.jobs:refused_configurations", None, {"cases": cases}, environment).run()
     return dict(zip(CASES, answers, strict=True))
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import random
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from engine.harness import server
+from engine.lifecycle import relative_error
 from stagetap import open_dataset
 
 pytestmark = pytest.mark.engine
@@ -25,13 +30,35 @@ class Served:
         self.client = client
         self.store = store
 
-    def complete(self, stagetap: Any = None, **changes: Any) -> httpx.Response:
-        """``/v1/completions`` of four tokens with ``kv_transfer_params.stagetap`` when given."""
+    def body(self, stagetap: Any = None, **changes: Any) -> dict[str, Any]:
+        """Of a completion of four tokens, with ``kv_transfer_params.stagetap`` when given."""
         body = {"model": "smollm2", "prompt": [504, 4626, 761], "max_tokens": 4, "temperature": 0}
         if stagetap is not None:
             body["kv_transfer_params"] = {"stagetap": stagetap}
+        return {**body, **changes}
+
+    def metric(self, name: str, **labels: str) -> float:
+        """One of StageTap's series in ``/metrics``."""
+        found = [
+            sample.value
+            for family in text_string_to_metric_families(self.client.get("/metrics").text)
+            for sample in family.samples
+            if sample.name == f"stagetap_{name}" and labels.items() <= sample.labels.items()
+        ]
+        assert len(found) == 1, (name, found)
+        return float(found[0])
+
+    def until(self, condition: Callable[[], bool], seconds: float = 20) -> None:
+        """Wait until something holds."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    def complete(self, stagetap: Any = None, **changes: Any) -> httpx.Response:
+        """Post :meth:`body` to ``/v1/completions``."""
         # Escaped, so that what is no valid Unicode reaches the server too.
-        content = json.dumps({**body, **changes})
+        content = json.dumps(self.body(stagetap, **changes))
         headers = {"content-type": "application/json"}
         return self.client.post("/v1/completions", content=content, headers=headers)
 
@@ -50,8 +77,8 @@ def served(stores: Callable[[str], Path], tmp_path_factory: Any) -> Iterator[Ser
     log = tmp_path_factory.mktemp("server") / "log"
     layers = ",".join(map(str, LAYERS))
     arguments = ["smollm2", "--layers", layers, "--store", str(store), "--pp", "2"]
-    with server([*arguments, "--max-len", "512"], {}, log) as client:
-        yield Served(client, store)
+    with server([*arguments, "--max-len", "512"], {}, log) as running:
+        yield Served(running.client, store)
 
 
 def test_an_ordinary_request_exports_nothing(served: Served) -> None:
@@ -122,7 +149,11 @@ def test_chat(served: Served) -> None:
         ({"export": "yes"}, {}, "export"),
         ({"completion": "maybe"}, {}, "completion"),
         ({"include_output": True, "prefill_only": True}, {}, "prefill_only"),
-        ({"prefill_only": True}, {}, "prefill_only"),
+        ({"prefill_only": True}, {"logprobs": 1}, "prefill_only computes no logits"),
+        ({"prefill_only": True}, {"prompt_logprobs": 1}, "drop prompt_logprobs"),
+        ({}, {"use_beam_search": True, "n": 2}, "beam search"),
+        ({}, {"prompt": [[504, 4626], [504, 761]]}, "2 prompts in one request"),
+        ({}, {"prompt": ["a", "b", "c"]}, "3 prompts in one request"),
         ({"metadata": {"text": "x" * 70_000}}, {}, "metadata"),
         ({"metadata": [1]}, {}, "metadata"),
         ([], {}, "stagetap"),
@@ -154,10 +185,120 @@ def test_a_committed_sample_id_is_refused_at_the_door(served: Served) -> None:
     assert served.committed() == before
 
 
-def test_several_prompts_cannot_share_one_sample_id(served: Served) -> None:
-    answer = served.complete({"sample_id": "shared"}, prompt=[[504, 4626], [504, 761]])
+def test_an_endpoint_that_drops_the_wish_to_export_refuses_it(served: Served) -> None:
+    chat = [{"role": "user", "content": "Name a river."}]
+    body = {"model": "smollm2", "messages": [chat], "kv_transfer_params": {"stagetap": {}}}
+    answer = served.client.post("/v1/chat/completions/batch", json=body)
     assert answer.status_code == 400, answer.text
-    assert "'shared' is under way" in answer.json()["error"]["message"]
+    assert "does not pass it on" in answer.json()["error"]["message"]
+    body["messages"] = [chat, chat]
+    answer = served.client.post("/v1/chat/completions/batch", json=body)
+    assert "2 prompts in one request" in answer.json()["error"]["message"]
+
+
+def test_beam_search_and_several_prompts_stay_as_they_are_without_export(served: Served) -> None:
+    answer = served.complete(prompt=[[504, 4626], [504, 761]])
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["choices"]) == 2
+    answer = served.complete(use_beam_search=True, n=2, max_tokens=2)
+    assert answer.status_code == 200, answer.text
+
+
+def test_prefill_only_answers_with_nothing_but_the_sample(served: Served) -> None:
+    answer = served.complete({"sample_id": "prefill", "prefill_only": True}, stop=["."])
+    assert answer.status_code == 200, answer.text
+    said = answer.json()
+    assert said["choices"][0]["text"] == ""
+    assert said["choices"][0]["finish_reason"] == "length"
+    assert said["usage"]["completion_tokens"] == 0
+    assert said["kv_transfer_params"]["stagetap"]["state"] == "committed"
+    assert served.sample("prefill").manifest.token_count == 3
+    events = stream(served, {"sample_id": "prefill-stream", "prefill_only": True})
+    assert events[-1] == "[DONE]"
+    assert served.sample("prefill-stream").manifest.token_count == 3
+
+
+def test_a_client_that_goes_away_leaves_no_sample(served: Served) -> None:
+    before = served.metric("samples_aborted_total")
+    body = served.body({"sample_id": "gone-away"}, max_tokens=400, stream=True, ignore_eos=True)
+    with served.client.stream("POST", "/v1/completions", json=body) as answer:
+        next(answer.iter_lines())
+    served.until(lambda: served.metric("samples_aborted_total") == before + 1)
+    assert served.metric("samples_under_way") == 0
+    assert "gone-away" not in served.committed()
+    assert served.complete({"sample_id": "gone-away"}).status_code == 200
+
+
+CLIENTS = 64
+
+
+def test_every_one_of_64_clients_gets_its_own_states(served: Served) -> None:
+    """Half of them export; each answer is compared with the same prompt captured alone."""
+    rng = random.Random(13)
+    words = ["river", "stone", "cloud", "sugar", "engine", "paper", "window", "seven"]
+    texts = [" ".join(rng.choices(words, k=rng.randrange(4, 30))) + f" {n}" for n in range(CLIENTS)]
+
+    def ask(number: int) -> httpx.Response:
+        wanted = {"sample_id": f"crowd-{number}"} if number % 2 == 0 else None
+        if number % 4 < 2:
+            return served.complete(wanted, prompt=texts[number])
+        chat = [{"role": "user", "content": texts[number]}]
+        body = served.body(wanted, messages=chat)
+        del body["prompt"]
+        return served.client.post("/v1/chat/completions", json=body)
+
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        answers = list(clients.map(ask, range(CLIENTS)))
+    for number, answer in enumerate(answers):
+        assert answer.status_code == 200, answer.text
+        said = answer.json()["kv_transfer_params"]
+        if number % 2:
+            assert said is None
+        else:
+            assert said["stagetap"]["sample_id"] == f"crowd-{number}"
+            assert said["stagetap"]["tokens"] == answer.json()["usage"]["prompt_tokens"]
+    dataset = open_dataset(served.store, verify=True)
+    exported = range(0, CLIENTS, 2)
+    for number in exported:
+        ids = dataset[f"crowd-{number}"].input_ids.tolist()
+        alone = served.complete({"sample_id": f"alone-{number}", "prefill_only": True}, prompt=ids)
+        assert alone.status_code == 200, alone.text
+    dataset.refresh()
+    last = {  # one row a sample, its last: [H]
+        kind: {n: dataset[f"{kind}-{n}"].last_hidden_states[-1].double() for n in exported}
+        for kind in ("crowd", "alone")
+    }
+    for number in exported:
+        crowd, alone = (dataset[f"{kind}-{number}"] for kind in ("crowd", "alone"))
+        for found, expected in (
+            (crowd.hidden_states, alone.hidden_states),
+            (crowd.last_hidden_states, alone.last_hidden_states),
+        ):
+            assert relative_error(found.double(), expected.double()) <= 2e-2
+        errors = {
+            other: relative_error(last["crowd"][number], reference)
+            for other, reference in last["alone"].items()
+        }
+        own = errors.pop(number)
+        assert own * 3 < min(errors.values()), number
+
+
+def test_metrics_say_what_happened(served: Served) -> None:
+    committed = len(served.committed())
+    assert served.complete({"sample_id": "counted"}).status_code == 200
+    served.until(lambda: served.metric("samples_under_way") == 0)
+    assert served.metric("samples_committed_total") == committed + 1
+    refused = served.metric("samples_refused_total")
+    assert served.complete({"sample_id": "counted"}).status_code == 400
+    served.until(lambda: served.metric("samples_refused_total") == refused + 1)
+    for stage in ("0", "1"):
+        assert served.metric("fragments_stored_total", stage=stage) >= committed + 1
+        assert served.metric("fragment_bytes_total", stage=stage) > 0
+        assert served.metric("publish_seconds_count", stage=stage) >= committed + 1
+        assert served.metric("slots", stage=stage) == 8
+        for gauge in ("slots_in_use", "slot_waiters", "quarantined_slots", "hung_writes"):
+            assert served.metric(gauge, stage=stage) == 0, gauge
+    assert served.metric("breaker_state", state="closed") == 1
 
 
 def test_a_stream_ends_after_the_commit(served: Served) -> None:

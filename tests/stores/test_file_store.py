@@ -88,7 +88,9 @@ def test_four_samples_of_eight_slots_each_pass_through_two_slots_at_once(root: P
     row_bytes = 2 * 16 * 2
     tokens = 8 * 4  # eight slots of four rows
     engine = Engine(root, what)
-    publisher = Publisher(engine.writer, slots=2, slot_bytes=4 * row_bytes, writer_threads=4)
+    publisher = Publisher(
+        engine.writer, slots=2, slot_bytes=4 * row_bytes, writer_threads=4, refuse_nonfinite=True
+    )
     refs = [engine.ref(f"s{number}") for number in range(4)]
     # The first two go on only once both of them, and so both slots, are taken.
     both_taken = threading.Barrier(2)

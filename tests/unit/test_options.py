@@ -33,6 +33,8 @@ def test_defaults() -> None:
         ({"slot_bytes": "1"}, "slot_bytes: expected int, got str"),
         ({"publish_timeout_s": 0}, "publish_timeout_s: expected float > 0"),
         ({"export_default": "yes"}, "export_default: invalid enum value 'yes'"),
+        ({"on_nonfinite": "ignore"}, "on_nonfinite: invalid enum value 'ignore'"),
+        ({"max_consecutive_failures": -1}, "max_consecutive_failures: expected int >= 0"),
         ({"store": None}, "store: expected str, got null"),
         ({"store": ""}, "store is empty"),
         ({"run_id": ""}, "run_id is empty"),
@@ -70,7 +72,6 @@ def test_a_missing_option_is_named() -> None:
         ({"metadata": {"x": [{"y": 10**30}]}}, f"metadata: {10**30} does not fit 64 bits"),
         ({"sample_id": "a\ud800"}, "lone surrogate at position 1"),
         ({"prefill_only": True, "include_output": True}, "contradict"),
-        ({"prefill_only": True}, "not in this version"),
     ],
 )
 def test_bad_request_options_are_named(params: Any, named: str) -> None:

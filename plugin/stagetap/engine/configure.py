@@ -6,7 +6,7 @@ worker starts. A configuration without the StageTap connector is left alone.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stagetap.engine.families import check_architecture
 from stagetap.engine.refusal import announced
@@ -21,6 +21,15 @@ if TYPE_CHECKING:
 
 SCHEDULER = "stagetap.engine.scheduler.TapScheduler"
 ASYNC_SCHEDULER = "stagetap.engine.scheduler.TapAsyncScheduler"
+WORKERS = {
+    "vllm.v1.worker.cpu_worker.CPUWorker": "stagetap.engine.workers.cpu.TapWorker",
+    "vllm.v1.worker.gpu_worker.Worker": "stagetap.engine.workers.gpu.TapWorker",
+}
+"""The platform's own worker class, and the class that stands in for it."""
+
+
+SHUTDOWN_SECONDS = 30
+"""How long an engine that is told to stop may finish what is in flight, unless the user says."""
 
 
 def uses_stagetap(config: VllmConfig) -> bool:
@@ -35,7 +44,36 @@ def options_of(config: VllmConfig) -> ConnectorOptions:
     Raises:
         Refused: an option is unknown, missing or ill-typed.
     """
-    return connector_options(config.kv_transfer_config.kv_connector_extra_config)
+    return connector_options(_own_transfer(config)["kv_connector_extra_config"])
+
+
+def stands_alone(config: VllmConfig) -> bool:
+    """Whether ours is the engine's only connector, not one of several in a MultiConnector."""
+    return bool(config.kv_transfer_config.kv_connector == CONNECTOR_NAME)
+
+
+def _own_transfer(config: VllmConfig) -> dict[str, Any]:
+    """Our part of ``kv_transfer_config``: ``kv_role`` and ``kv_connector_extra_config``."""
+    for one in _transfers(config):
+        if one["kv_connector"] == CONNECTOR_NAME:
+            return {"kv_connector_extra_config": {}, **one}
+    raise Refused(
+        f"{CONNECTOR_NAME} is not among the connectors of {config.kv_transfer_config.kv_connector}"
+    )
+
+
+def _transfers(config: VllmConfig) -> list[dict[str, Any]]:
+    """The configuration of every connector of this engine."""
+    transfer = config.kv_transfer_config
+    if not stands_alone(config):
+        return list(transfer.kv_connector_extra_config.get("connectors", []))
+    return [
+        {
+            "kv_connector": transfer.kv_connector,
+            "kv_role": transfer.kv_role,
+            "kv_connector_extra_config": transfer.kv_connector_extra_config,
+        }
+    ]
 
 
 def configure(config: VllmConfig) -> None:
@@ -55,23 +93,17 @@ def configure(config: VllmConfig) -> None:
         check_stage_count(config.parallel_config.pipeline_parallel_size, total)
         check_store(options.store, options.layers)
         _choose_classes(config)
+    if config.shutdown_timeout == 0:
+        # Else vLLM kills the engine at once, and with it what is being published.
+        config.shutdown_timeout = SHUTDOWN_SECONDS
     # Part of vLLM's compilation hash: code compiled with taps is not code compiled without.
     if isinstance(config.additional_config, dict):
         config.additional_config["stagetap_layers"] = list(options.layers)
 
 
 def _check_engine(config: VllmConfig) -> None:
-    transfer, parallel = config.kv_transfer_config, config.parallel_config
-    if transfer.kv_connector != CONNECTOR_NAME:
-        raise Refused(
-            f"the StageTap connector inside {transfer.kv_connector} is not in this version; "
-            f"make {CONNECTOR_NAME} the engine's only connector"
-        )
-    if transfer.kv_role != "kv_producer":
-        raise Refused(
-            f"kv_role {transfer.kv_role} makes no sense for a connector that only publishes; "
-            'say "kv_role": "kv_producer"'
-        )
+    parallel = config.parallel_config
+    _check_connectors(config)
     if not config.use_v2_model_runner:
         raise Refused(
             "capture needs vLLM's Model Runner V2; set VLLM_USE_V2_MODEL_RUNNER=1 "
@@ -86,6 +118,16 @@ def _check_engine(config: VllmConfig) -> None:
         raise Refused(
             "capture beside speculative decoding is not in this version; drop "
             "--speculative-config (StageTap itself needs none)"
+        )
+    if config.model_config.enable_sleep_mode:
+        raise Refused(
+            "sleep mode takes the pages of requests under way and is not in this version; drop "
+            "--enable-sleep-mode"
+        )
+    if config.weight_transfer_config is not None:
+        raise Refused(
+            "weight updates would make manifests name other weights than were run; drop "
+            "--weight-transfer-config and start an engine per checkpoint"
         )
     if config.lora_config is not None:
         raise Refused("capture with LoRA adapters is not in this version; drop --enable-lora")
@@ -106,9 +148,42 @@ def _check_engine(config: VllmConfig) -> None:
     check_architecture(config.model_config.architecture)
 
 
-def _choose_classes(config: VllmConfig) -> None:
-    from stagetap.engine.workers import WORKERS
+def _check_connectors(config: VllmConfig) -> None:
+    own = _own_transfer(config)
+    if own.get("kv_role") != "kv_producer":
+        raise Refused(
+            f"kv_role {own.get('kv_role')} makes no sense for a connector that only publishes; "
+            'say "kv_role": "kv_producer"'
+        )
+    if stands_alone(config):
+        return
+    outer = config.kv_transfer_config.kv_connector
+    if outer != "MultiConnector":
+        raise Refused(f"StageTap inside {outer} is unknown ground; use vLLM's MultiConnector")
+    first, *others = _transfers(config)
+    if first["kv_connector"] != CONNECTOR_NAME:
+        raise Refused(
+            f"{CONNECTOR_NAME} must be the first of MultiConnector's connectors: only the first "
+            "one's facts reach the scheduler at start"
+        )
+    for other in others:
+        if other.get("kv_role") != "kv_producer":
+            raise Refused(
+                f"{other['kv_connector']} with kv_role {other.get('kv_role')} can bring KV cache "
+                "from elsewhere; such tokens run no forward pass here and have no states: give it "
+                "kv_role kv_producer, or serve without it"
+            )
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
+    if not MultiConnector.all_children_support_hma(config.kv_transfer_config):
+        names = [other["kv_connector"] for other in others]
+        raise Refused(
+            f"one of {names} cannot handle several KV cache groups (SupportsHMA), and taps are a "
+            "group of their own; serve without it"
+        )
+
+
+def _choose_classes(config: VllmConfig) -> None:
     parallel, scheduling = config.parallel_config, config.scheduler_config
     if parallel.worker_cls not in WORKERS.values():
         if parallel.worker_cls not in WORKERS:

@@ -14,7 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from stagetap.engine.configure import options_of
-from stagetap.engine.messages import FragmentReports, SaveOrders
+from stagetap.engine.messages import StepOrders, WorkerNews
+from stagetap.engine.metrics import StageTapPromMetrics, StageTapStats
 from stagetap.engine.refusal import announced
 from stagetap.engine.scheduler_side import SchedulerSide
 from stagetap.engine.series import check_series
@@ -37,7 +38,7 @@ class StageTapConnector(KVConnectorBase_V1, SupportsHMA):
     """
 
     scheduler_side: SchedulerSide
-    _worker: WorkerSide
+    worker_side: WorkerSide
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -49,23 +50,24 @@ class StageTapConnector(KVConnectorBase_V1, SupportsHMA):
             if role == KVConnectorRole.SCHEDULER:
                 self.scheduler_side = SchedulerSide(vllm_config, options)
             else:
-                self._worker = WorkerSide(vllm_config, kv_cache_config, options)
+                self.worker_side = WorkerSide(vllm_config, kv_cache_config, options)
 
     # Worker side ---------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._worker.register_pages(kv_caches)
+        self.worker_side.register_pages(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
         with announced():
-            return self._worker.facts()
+            return self.worker_side.facts()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self._worker.begin_step()
+        assert isinstance(connector_metadata, StepOrders)
+        self.worker_side.begin_step(connector_metadata)
 
     def finish_forward(self) -> None:
-        self._worker.finish_forward()
+        self.worker_side.finish_forward()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing is loaded."""
@@ -80,20 +82,39 @@ class StageTapConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         metadata = self._get_connector_metadata()
-        assert isinstance(metadata, SaveOrders)
-        self._worker.take_orders(metadata)
+        assert isinstance(metadata, StepOrders)
+        self.worker_side.take_orders(metadata)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return self._worker.take_released() or None, None
+        return self.worker_side.take_released() or None, None
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self._worker.take_reports()
+        return self.worker_side.take_news()
+
+    def get_kv_connector_stats(self) -> StageTapStats | None:
+        if self.role == KVConnectorRole.SCHEDULER:
+            return self.scheduler_side.take_stats()
+        return self.worker_side.take_stats()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> StageTapStats:
+        return StageTapStats.rebuild(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> StageTapPromMetrics:
+        return StageTapPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         if self.role == KVConnectorRole.SCHEDULER:
             self.scheduler_side.shutdown()
         else:
-            self._worker.shutdown()
+            self.worker_side.shutdown()
 
     # Scheduler side ------------------------------------------------------------------------
 
@@ -114,12 +135,19 @@ class StageTapConnector(KVConnectorBase_V1, SupportsHMA):
         """No external tokens, so nothing to note."""
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return SaveOrders(self.scheduler_side.take_orders())
+        save, drop = self.scheduler_side.take_orders()
+        scheduled = scheduler_output.num_scheduled_tokens
+        return StepOrders(
+            save=save,
+            drop=drop,
+            samples_nothing=bool(scheduled)
+            and all(map(self.scheduler_side.is_prefill_only, scheduled)),
+        )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        reports = connector_output.kv_connector_worker_meta
-        if isinstance(reports, FragmentReports):
-            self.scheduler_side.take_reports(reports.reports)
+        news = connector_output.kv_connector_worker_meta
+        if isinstance(news, WorkerNews):
+            self.scheduler_side.take_news(news)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -128,3 +156,11 @@ class StageTapConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         return self.scheduler_side.busy()
+
+
+def stagetap_connector(connector: Any) -> StageTapConnector:
+    """The engine's StageTap connector, which may be one of several in vLLM's MultiConnector."""
+    for one in getattr(connector, "sub_connectors", [connector]):
+        if isinstance(one, StageTapConnector):
+            return one
+    raise TypeError(f"{type(connector).__name__} holds no StageTap connector")

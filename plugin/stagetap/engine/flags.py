@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 from stagetap.engine.refusal import announced
@@ -31,28 +32,53 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="Where samples go: a directory shared by all stages, or file:///directory.",
     )
+    group.add_argument(
+        "--stagetap-options",
+        metavar="JSON",
+        default=None,
+        help="Further options of the connector as a JSON object, such as "
+        '\'{"publish_timeout_s": 30, "export_default": "on"}\'.',
+    )
 
 
 def apply_flags(args: argparse.Namespace) -> None:
-    """The ``parsed_args`` hook: turn the two flags into ``--kv-transfer-config``.
+    """The ``parsed_args`` hook: turn the flags into ``--kv-transfer-config``.
 
     Raises:
         Refused: one flag without the other, a bad layer list, or both forms at once.
     """
     layers = getattr(args, "stagetap_layers", None)
     store = getattr(args, "stagetap_store", None)
-    if layers is None and store is None:
+    options = getattr(args, "stagetap_options", None)
+    if layers is None and store is None and options is None:
         return
     with announced():
         if layers is None or store is None:
             missing = "--stagetap-layers" if layers is None else "--stagetap-store"
-            raise Refused(f"{missing} is missing: the two StageTap flags go together")
+            raise Refused(
+                f"{missing} is missing: --stagetap-layers and --stagetap-store go together"
+            )
         if getattr(args, "kv_transfer_config", None) is not None:
             raise Refused(
                 "--stagetap-layers and --kv-transfer-config exclude each other; put layers and "
                 "store into kv_connector_extra_config instead"
             )
-        args.kv_transfer_config = kv_transfer_config(list(parse_layer_ids(layers)), store)
+        args.kv_transfer_config = kv_transfer_config(
+            list(parse_layer_ids(layers)), store, **_further_options(options)
+        )
+
+
+def _further_options(text: str | None) -> dict[str, Any]:
+    """What ``--stagetap-options`` says; names and types are checked with the other options."""
+    try:
+        options = json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        raise Refused(f"--stagetap-options is no JSON: {error}") from None
+    if not isinstance(options, dict):
+        raise Refused("--stagetap-options must be a JSON object")
+    if twice := sorted({"layers", "store"} & options.keys()):
+        raise Refused(f"--stagetap-options: {twice[0]} has a flag of its own")
+    return options
 
 
 def kv_transfer_config(layers: list[int], store: str, **options: Any) -> Any:

@@ -66,19 +66,33 @@ class SaveOrder:
 
 
 @dataclass
-class SaveOrders(KVConnectorMetadata):
-    """Scheduler to workers, with every step."""
+class StepOrders(KVConnectorMetadata):
+    """Scheduler to workers, with every step.
 
-    orders: list[SaveOrder] = field(default_factory=list)
+    Attributes:
+        save: finished requests to publish.
+        drop: attempts that ended; what is not published of them yet never will be.
+        samples_nothing: no request of this step wants a token, so nobody needs logits.
+    """
+
+    save: list[SaveOrder] = field(default_factory=list)
+    drop: list[SampleRef] = field(default_factory=list)
+    samples_nothing: bool = False
 
 
 @dataclass
-class FragmentReports(KVConnectorWorkerMetadata):
-    """Workers to scheduler, with every step in which a fragment was stored or failed."""
+class WorkerNews(KVConnectorWorkerMetadata):
+    """Workers to scheduler, with every step in which something happened.
+
+    Attributes:
+        reports: fragments stored or failed.
+        blocked: stages that can publish nothing any more, and why, or None that can again.
+    """
 
     reports: list[FragmentReport]
+    blocked: dict[int, str | None]
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> FragmentReports:
-        if not isinstance(other, FragmentReports):
-            raise TypeError(f"cannot merge fragment reports with {type(other).__name__}")
-        return FragmentReports(self.reports + other.reports)
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
+        if not isinstance(other, WorkerNews):
+            raise TypeError(f"cannot merge a worker's news with {type(other).__name__}")
+        return WorkerNews(self.reports + other.reports, self.blocked | other.blocked)

@@ -23,10 +23,13 @@ def register() -> None:
         return
     from vllm.plugins.hooks import register_hook
 
-    from stagetap.engine import configure, flags, requests
+    from stagetap.engine import configure, flags, requests, shutdown
 
     register_hook("cli_args", flags.add_flags)
     register_hook("parsed_args", flags.apply_flags)
     register_hook("vllm_config", configure.configure)
+    register_hook("http_request", requests.check_http_request)
+    register_hook("beam_search", requests.check_beam_search)
     register_hook("request", requests.prepare_request)
     register_hook("final_output", requests.raise_failure)
+    register_hook("engine_shutdown", shutdown.begin_drain)

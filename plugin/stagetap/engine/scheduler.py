@@ -1,4 +1,8 @@
-"""vLLM's schedulers with one addition: an output waits until its sample is committed."""
+"""vLLM's schedulers with two additions.
+
+An output waits until its sample is committed, and a request that only wants its states ends with
+its prompt.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,11 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import RequestStatus
 
-from stagetap.engine.connector import StageTapConnector
+from stagetap.engine.connector import stagetap_connector
 from stagetap.options import PARAMS_KEY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
@@ -30,12 +34,13 @@ class CommitBarrier:
     """Mixed in before a vLLM scheduler class."""
 
     connector: Any
+    requests: dict[str, Request]
+    kv_cache_manager: Any
     has_unfinished_requests: Callable[[], bool]
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        assert isinstance(self.connector, StageTapConnector)
-        self._side: SchedulerSide = self.connector.scheduler_side
+        self._side: SchedulerSide = stagetap_connector(self.connector).scheduler_side
         # Final outputs that wait for their commit, by request id, with the client to send to.
         self._withheld: dict[str, tuple[int, EngineCoreOutput]] = {}
         self._refused: list[tuple[int, EngineCoreOutput]] = []
@@ -48,6 +53,19 @@ class CommitBarrier:
         output = EngineCoreOutput(request_id=request.request_id, new_token_ids=[])
         self._refused.append((request.client_index, _ended(output, refusal)))
 
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        for new in output.scheduled_new_reqs:
+            stats = self.requests[new.req_id].prefill_stats
+            if stats is not None and stats.num_external_cached_tokens:
+                self._side.doom_all(
+                    f"another connector brought {stats.num_external_cached_tokens} tokens of KV "
+                    "cache into this engine; they ran no forward pass here and have no states, and "
+                    "vLLM's prefix cache may hand them to any request; start the engine without "
+                    "that connector"
+                )
+        return output
+
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[Request]:
@@ -55,7 +73,7 @@ class CommitBarrier:
             ids = list(self._withheld)
         else:
             ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        finished = super().finish_requests(  # type: ignore[misc]
+        finished: list[Request] = super().finish_requests(  # type: ignore[misc]
             None if request_ids is None else ids, finished_status
         )
         self._side.abort(ids)
@@ -66,9 +84,12 @@ class CommitBarrier:
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
+        self._discard_samples(model_runner_output)
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
         )
+        for client, output in self._end_prefills(scheduler_output):
+            outputs.setdefault(client, EngineCoreOutputs()).outputs.append(output)
         for client, client_outputs in outputs.items():
             sent = []
             for output in client_outputs.outputs:
@@ -88,6 +109,49 @@ class CommitBarrier:
         if not (scheduler_output.total_num_scheduled_tokens or self.has_unfinished_requests()):
             time.sleep(IDLE_STEP_SECONDS)
         return outputs
+
+    def _discard_samples(self, model_runner_output: ModelRunnerOutput) -> None:
+        """Drop the tokens that a mixed batch sampled for requests that want none."""
+        sampled = model_runner_output.sampled_token_ids
+        for index, request_id in enumerate(model_runner_output.req_ids if sampled else ()):
+            if self._side.is_prefill_only(request_id):
+                sampled[index] = []
+
+    def _end_prefills(
+        self, scheduler_output: SchedulerOutput
+    ) -> Iterator[tuple[int, EngineCoreOutput]]:
+        """Finish the prefill-only requests whose whole prompt has run."""
+        for request_id in scheduler_output.num_scheduled_tokens:
+            request = self.requests.get(request_id)
+            if request is None or request.is_finished():
+                continue
+            # Tokens in flight are scheduled, on some stage, and have not come back yet.
+            done = request.num_computed_tokens - request.num_in_flight_tokens
+            if done < request.num_prompt_tokens or not self._side.is_prefill_only(request_id):
+                continue
+            stats = request.take_prefill_stats()
+            if stats is not None:
+                stats.finalize(self.kv_cache_manager.estimate_cached_tokens(request))
+            super().finish_requests(  # type: ignore[misc]
+                request_id, RequestStatus.FINISHED_LENGTH_CAPPED
+            )
+            accepted = self._side.accepted_params(request_id)
+            yield (
+                request.client_index,
+                EngineCoreOutput(
+                    request_id=request_id,
+                    new_token_ids=[],
+                    finish_reason=request.get_finished_reason(),
+                    events=request.take_events(),
+                    prefill_stats=stats,
+                    kv_transfer_params=accepted,
+                    trace_headers=request.trace_headers,
+                ),
+            )
+
+    def begin_drain(self, seconds: float) -> None:
+        """The engine stops once all is done, in this time at most."""
+        self._side.begin_drain(seconds)
 
     def has_requests(self) -> bool:
         return bool(self._refused) or super().has_requests()  # type: ignore[misc]

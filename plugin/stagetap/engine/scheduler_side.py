@@ -1,7 +1,8 @@
 """The connector's half in the scheduler: one table of samples, and who may commit.
 
 States of an attempt: PENDING (its request runs) -> SAVING (its stages publish) -> COMMITTING ->
-COMMITTED, FAILED or ABORTED. This table is the only place that knows them.
+committed, failed or aborted; docs/lifecycle.md says who owns each transition. This table is the
+only place that knows them.
 """
 
 from __future__ import annotations
@@ -10,42 +11,38 @@ import enum
 import time
 import uuid
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import vllm
 from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
+from stagetap.breaker import Breaker
+from stagetap.engine.agreement import agree
 from stagetap.engine.checkpoint import checkpoint_fingerprint
-from stagetap.engine.messages import SaveOrder, WorkerFacts
+from stagetap.engine.committer import Committer
+from stagetap.engine.messages import SaveOrder, WorkerFacts, WorkerNews
+from stagetap.engine.metrics import StageTapStats, StatsOutbox
 from stagetap.engine.orphan import end_with_parent
 from stagetap.engine.requests import stagetap_params
-from stagetap.engine.series import check_series
 from stagetap.errors import Refused, StageTapError
 from stagetap.manifest import MANIFEST_VERSION, Fragment, Manifest, Tapped, token_digest
-from stagetap.options import ConnectorOptions, RequestOptions, request_options
-from stagetap.stores.base import Invariant, SampleRef, open_store_committer
-from stagetap.taps import (
-    ID_CONVENTION,
-    NORM_STATE,
-    STREAM_RESIDUAL,
-    StageTaps,
-    check_ownership,
-)
+from stagetap.options import PARAMS_KEY, ConnectorOptions, RequestOptions, request_options
+from stagetap.stores.base import SampleRef, open_store_committer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
     from vllm.v1.request import Request
 
-    from stagetap.publish.publisher import FragmentReport
-
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own name
+
+COMMIT_DRAIN_SECONDS = 10.0
+"""How long a scheduler that shuts down waits for the commits under way."""
 
 FINISHED_WELL = (
     RequestStatus.FINISHED_STOPPED,
@@ -87,12 +84,13 @@ class _Sample:
     options: RequestOptions
     prompt_token_count: int
     state: State = State.PENDING
+    doom: str | None = None  # why it will fail when its request is done
     token_count: int = 0
     digest: str = ""
+    saved_at: float = 0.0  # when its request was done
     deadline: float = float("inf")
     fragments: dict[int, Fragment] = field(default_factory=dict)
     commit: Future[None] | None = None
-    manifest: Manifest | None = None
 
 
 class SchedulerSide:
@@ -112,103 +110,39 @@ class SchedulerSide:
         self._store = open_store_committer(options.store)
         self._nonce = uuid.uuid4().hex
         self._store.leave_nonce(self._nonce)
-        self._committer = ThreadPoolExecutor(1, thread_name_prefix="stagetap-commit")
-        self._owners: dict[int, WorkerFacts] = {}  # owning stage -> what its first rank said
+        self._committer = Committer()
+        self._owners: Mapping[int, WorkerFacts] = {}  # what the first rank of each one said
         self._tapped: Tapped | None = None
+        self._breaker = Breaker(options.max_consecutive_failures, time.monotonic)
         self._samples: dict[str, _Sample] = {}  # by request id
         self._by_ref: dict[SampleRef, _Sample] = {}
         self._names: dict[str, str] = {}  # sample id -> request id, while it is under way
         self._awaited: set[str] = set()  # request ids whose final output waits for an outcome
         self._orders: list[SaveOrder] = []
+        self._dropped: list[SampleRef] = []  # dead attempts that workers may still be publishing
         self._settled: list[Outcome] = []
+        self._hung_commits: dict[str, Future[None]] = {}  # by the sample id that they hold
+        self._drain_deadline = float("inf")
+        self._outbox = StatsOutbox()
 
     # Start ---------------------------------------------------------------------------------
 
     def start(self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
-        """Compare what all workers said, derive who owns what, and open the run.
+        """Agree with all workers on what is captured, and open the run.
 
         Raises:
-            Refused: workers differ, a tap has no owner or two, or the store holds another model.
-            StoreError: a worker's mark is not in this store: not one shared directory.
+            Refused: see :func:`stagetap.engine.agreement.agree`; or the store holds another model.
+            StoreError: the store cannot be written.
         """
-        facts: dict[tuple[int, int], WorkerFacts] = {}
-        for rank, said in metadata.items():
-            if not isinstance(said, WorkerFacts):
-                raise Refused(f"worker {rank} is not StageTap's: it said {type(said).__name__}")
-            facts[rank] = said
-        self._check_equal(facts)
-        model = self._config.model_config
-        total = model.get_total_num_hidden_layers()
-        stages = check_ownership(
-            self._options.layers, total, {rank: fact.taps for rank, fact in facts.items()}
-        )
-        self._owners = {
-            stage: fact
-            for (stage, rank), fact in sorted(facts.items())
-            if rank == 0 and fact.cache_group is not None
-        }
-        first = next(iter(facts.values()))
-        self._tapped = self._describe(first, stages, total)
-        self._store.begin_run(
-            Invariant(
-                weights_fingerprint=self._fingerprint,
-                layer_ids=self._options.layers,
-                stream=STREAM_RESIDUAL,
-                dtype=first.dtype,
-                id_convention=ID_CONVENTION,
-                hidden_size=first.hidden_size,
-                num_hidden_layers=total,
-            )
-        )
+        agreed = agree(self._config, self._options, self._fingerprint, self._nonce, metadata)
+        self._store.begin_run(agreed.invariant)
+        self._owners, self._tapped = agreed.owners, agreed.tapped
         logger.info(
             "stagetap: run %s, taps %s owned by %s, store %s",
             self._run_id,
             list(self._options.layers),
-            {stage: list(taps.layer_ids) for stage, taps in enumerate(stages)},
+            {stage: list(taps.layer_ids) for stage, taps in enumerate(agreed.stages)},
             self._options.store,
-        )
-
-    def _check_equal(self, facts: Mapping[tuple[int, int], WorkerFacts]) -> None:
-        expected = {
-            "weights_fingerprint": self._fingerprint,
-            "series_digest": check_series(),
-            "dtype": next(iter(facts.values())).dtype,
-            "hidden_size": next(iter(facts.values())).hidden_size,
-        }
-        for (stage, rank), fact in facts.items():
-            for name, value in expected.items():
-                if getattr(fact, name) != value:
-                    raise Refused(
-                        f"stage {stage}, tensor-parallel rank {rank} has {name} "
-                        f"{getattr(fact, name)}, the scheduler {value}; every node needs the "
-                        "same checkpoint and the same StageTap"
-                    )
-            if self._nonce not in fact.nonces:
-                raise Refused(
-                    f"stage {stage}, tensor-parallel rank {rank} does not see what the scheduler "
-                    f"wrote to {self._options.store}; give a directory that all nodes share"
-                )
-
-    def _describe(self, fact: WorkerFacts, stages: tuple[StageTaps, ...], total: int) -> Tapped:
-        parallel = self._config.parallel_config
-        return Tapped(
-            model=self._config.model_config.model,
-            weights_fingerprint=self._fingerprint,
-            weight_version="initial",
-            adapter=None,
-            stream=STREAM_RESIDUAL,
-            norm_state=NORM_STATE,
-            id_convention=ID_CONVENTION,
-            layer_ids=self._options.layers,
-            num_hidden_layers=total,
-            hidden_size=fact.hidden_size,
-            vllm_version=vllm.__version__,
-            series_digest=fact.series_digest,
-            pp_size=parallel.pipeline_parallel_size,
-            tp_size=parallel.tensor_parallel_size,
-            pp_layers=tuple((taps.start, taps.end) for taps in stages),
-            kv_cache_dtype=self._config.cache_config.cache_dtype,
-            dtype=fact.dtype,
         )
 
     # A request ------------------------------------------------------------------------------
@@ -217,7 +151,7 @@ class SchedulerSide:
         """Note a new request if it exports; an Outcome means that it must not run.
 
         The front end has checked its options; what only this process knows is checked here: a
-        sample that is committed already, or under way.
+        sample that is committed already, or under way, and whether exporting is suspended.
         """
         params = stagetap_params(request.kv_transfer_params)
         if params is None:
@@ -229,12 +163,17 @@ class SchedulerSide:
         if not options.export:
             return None
         sample_id = options.sample_id or uuid.uuid4().hex
+        suspended = self._breaker.admit(request.request_id)
+        if suspended is not None:
+            return self._turned_away(request, sample_id, suspended, HTTPStatus.SERVICE_UNAVAILABLE)
         try:
             self._refuse_duplicate(sample_id)
-        except Refused as error:
-            return self._turned_away(request, sample_id, str(error), HTTPStatus.BAD_REQUEST)
         except StageTapError as error:
+            self._breaker.abandoned(request.request_id)
+            if isinstance(error, Refused):
+                return self._turned_away(request, sample_id, str(error), HTTPStatus.BAD_REQUEST)
             cause = f"sample {sample_id!r}, store {self._options.store}: {error}"
+            self._breaker.failed(request.request_id, cause)
             return self._turned_away(request, sample_id, cause, HTTPStatus.INTERNAL_SERVER_ERROR)
         sample = _Sample(
             request_id=request.request_id,
@@ -252,6 +191,7 @@ class SchedulerSide:
     def _turned_away(
         self, request: Request, sample_id: str | None, cause: str, status: HTTPStatus
     ) -> Outcome:
+        self._outbox.stats.count_sample("refused")
         params = {
             "sample_id": sample_id,
             "run_id": self._run_id,
@@ -262,6 +202,12 @@ class SchedulerSide:
         return Outcome(request.request_id, params)
 
     def _refuse_duplicate(self, sample_id: str) -> None:
+        self._look_after_hung_commits()
+        if sample_id in self._hung_commits:
+            raise Refused(
+                f"a commit of sample {sample_id!r} was given up, but the store has not answered "
+                "yet, so it may still appear; wait, or choose another sample_id"
+            )
         if sample_id in self._names:
             raise Refused(
                 f"sample {sample_id!r} is under way in another request; one exporting request is "
@@ -271,6 +217,19 @@ class SchedulerSide:
             raise Refused(
                 f"sample {sample_id!r} is committed in run {self._run_id}; choose another sample_id"
             )
+
+    def is_prefill_only(self, request_id: str) -> bool:
+        """Whether a request ends with its prompt and samples nothing."""
+        sample = self._samples.get(request_id)
+        return sample is not None and sample.options.prefill_only
+
+    def doom_all(self, cause: str) -> None:
+        """Something made every request that runs now worthless: none of them may commit."""
+        logger.error("stagetap: %s", cause)
+        for sample in self._samples.values():
+            if sample.state is State.PENDING:
+                sample.doom = sample.doom or cause
+        self._breaker.hold("engine", cause)
 
     def request_finished(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -286,11 +245,11 @@ class SchedulerSide:
             return False, None
         if request.status not in FINISHED_WELL:
             # Aborted by its sender, or failed inside vLLM: nothing of it is ever committed.
-            self._forget(sample)
-            self._awaited.discard(request.request_id)
+            self._abort(sample)
             return False, None
         prompt, output = request.num_prompt_tokens, request.num_output_tokens
         rows = prompt + output - 1 if sample.options.include_output else prompt
+        sample.saved_at = time.monotonic()
         try:
             order = self._order(sample, request, rows, block_ids)
         except StageTapError as error:
@@ -299,13 +258,22 @@ class SchedulerSide:
         sample.state = State.SAVING
         sample.token_count = rows
         sample.digest = token_digest(order.token_ids)
-        sample.deadline = time.monotonic() + self._options.publish_timeout_s
+        sample.deadline = min(
+            sample.saved_at + self._options.publish_timeout_s, self._drain_deadline
+        )
         self._orders.append(order)
-        return True, {"stagetap": self._params(sample, "accepted")}
+        return True, self.accepted_params(request.request_id)
+
+    def accepted_params(self, request_id: str) -> dict[str, Any] | None:
+        """What goes out with the final output of a request whose sample is being saved."""
+        sample = self._samples.get(request_id)
+        return None if sample is None else {PARAMS_KEY: self._params(sample, "accepted")}
 
     def _order(
         self, sample: _Sample, request: Request, rows: int, block_ids: tuple[list[int], ...]
     ) -> SaveOrder:
+        if sample.doom is not None:
+            raise StageTapError(f"sample {sample.ref.sample_id!r}: {sample.doom}")
         pages: dict[int, list[int]] = {}
         for stage, fact in self._owners.items():
             assert fact.cache_group is not None
@@ -325,14 +293,23 @@ class SchedulerSide:
             input_ids_stage=min(self._owners),
         )
 
-    def take_orders(self) -> list[SaveOrder]:
-        """What the workers shall publish from the next step on."""
-        orders, self._orders = self._orders, []
-        return orders
+    # Workers --------------------------------------------------------------------------------
 
-    def take_reports(self, reports: Iterable[FragmentReport]) -> None:
-        """Fragments that workers stored or failed; those of ended attempts are ignored."""
-        for report in reports:
+    def take_orders(self) -> tuple[list[SaveOrder], list[SampleRef]]:
+        """What the workers shall publish from the next step on, and what they shall give up."""
+        orders, self._orders = self._orders, []
+        dropped, self._dropped = self._dropped, []
+        return orders, dropped
+
+    def take_news(self, news: WorkerNews) -> None:
+        """Fragments stored or failed, those of ended attempts ignored; stages that hang or not."""
+        for stage, why in news.blocked.items():
+            if why is None:
+                self._breaker.release(f"stage {stage}")
+            else:
+                self._breaker.hold(f"stage {stage}", f"stage {stage} cannot publish: {why}")
+                logger.error("stagetap: stage %d cannot publish: %s", stage, why)
+        for report in news.reports:
             sample = self._by_ref.get(report.ref)
             if sample is None or sample.state is not State.SAVING:
                 continue
@@ -350,7 +327,7 @@ class SchedulerSide:
     def _commit(self, sample: _Sample) -> None:
         assert self._tapped is not None
         sample.state = State.COMMITTING
-        sample.manifest = Manifest(
+        manifest = Manifest(
             manifest_version=MANIFEST_VERSION,
             sample_id=sample.ref.sample_id,
             run_id=sample.ref.run_id,
@@ -364,41 +341,56 @@ class SchedulerSide:
             metadata=sample.options.metadata,
         )
         # An fsync must not hold up the next step.
-        sample.commit = self._committer.submit(self._store.commit, sample.manifest)
-
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """Their senders want no answer any more: what is not committed yet never will be."""
-        for request_id in request_ids:
-            sample = self._samples.get(request_id)
-            if sample is not None and sample.state is State.SAVING:
-                self._forget(sample)
-            self._awaited.discard(request_id)
+        sample.commit = self._committer.submit(self._store.commit, manifest)
 
     # Ends -----------------------------------------------------------------------------------
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Their senders want no answer any more: what is not committed yet never will be.
+
+        A commit that is being written at this moment is the exception: it cannot be taken back.
+        """
+        for request_id in request_ids:
+            sample = self._samples.get(request_id)
+            self._awaited.discard(request_id)
+            if sample is None or (sample.commit is not None and not sample.commit.cancel()):
+                continue
+            if sample.state is not State.PENDING:
+                self._abort(sample)
+
+    def _abort(self, sample: _Sample) -> None:
+        self._outbox.stats.count_sample("aborted")
+        self._breaker.abandoned(sample.request_id)
+        self._awaited.discard(sample.request_id)
+        self._forget(sample)
+
+    def begin_drain(self, seconds: float) -> None:
+        """The engine stops: what has not ended in this time fails by name."""
+        self._drain_deadline = time.monotonic() + seconds
+        for sample in self._samples.values():
+            sample.deadline = min(sample.deadline, self._drain_deadline)
 
     def withholds(self, request_id: str) -> bool:
         """Whether the final output of a request waits for its commit."""
         return request_id in self._awaited
 
     def busy(self) -> bool:
-        """Whether the engine must keep stepping for a sample whose request is done."""
-        return bool(self._settled) or any(
-            sample.state is not State.PENDING for sample in self._samples.values()
+        """Whether the engine must keep stepping although no request runs."""
+        return (
+            bool(self._settled or self._dropped)
+            or not self._outbox.stats.is_empty()  # metrics travel with a step
+            or any(sample.state is not State.PENDING for sample in self._samples.values())
         )
 
     def take_settled(self) -> list[Outcome]:
         """Requests whose sample is committed or failed since the last call."""
         now = time.monotonic()
+        self._look_after_hung_commits()
         for sample in list(self._samples.values()):
             if sample.commit is not None and sample.commit.done():
                 self._end_commit(sample, sample.commit)
-            elif sample.state is State.SAVING and now > sample.deadline:
-                missing = sorted(self._owners.keys() - sample.fragments.keys())
-                self._fail(
-                    sample,
-                    f"sample {sample.ref.sample_id!r}: stages {missing} did not publish to store "
-                    f"{self._options.store} within {self._options.publish_timeout_s:g} s",
-                )
+            elif sample.state is not State.PENDING and now > sample.deadline:
+                self._give_up(sample)
         settled, self._settled = self._settled, []
         self._awaited -= {outcome.request_id for outcome in settled}
         return settled
@@ -411,13 +403,51 @@ class SchedulerSide:
                 f"sample {sample.ref.sample_id!r}, commit to store {self._options.store}: {error}",
             )
             return
-        self._settled.append(Outcome(sample.request_id, self._params(sample, "committed")))
+        params = self._params(sample, "committed")
+        self._outbox.stats.count_sample("committed", tokens=params["tokens"], bytes=params["bytes"])
+        self._outbox.stats.record_commit(time.monotonic() - sample.saved_at)
+        self._breaker.committed(sample.request_id)
+        self._settled.append(Outcome(sample.request_id, params))
         self._forget(sample)
+
+    def _give_up(self, sample: _Sample) -> None:
+        """A sample whose time is over."""
+        waited = f"within {sample.deadline - sample.saved_at:.3g} s"
+        if sample.deadline == self._drain_deadline:
+            waited += ", and the engine is shutting down"
+        where = f"store {self._options.store}"
+        name = sample.ref.sample_id
+        if sample.commit is None:
+            missing = sorted(self._owners.keys() - sample.fragments.keys())
+            self._fail(
+                sample, f"sample {name!r}: stages {missing} did not publish to {where} {waited}"
+            )
+        elif sample.commit.cancel():
+            self._fail(sample, f"sample {name!r}: {where} did not take its commit {waited}")
+        else:
+            self._hung_commits[name] = sample.commit
+            self._fail(
+                sample,
+                f"sample {name!r}: {where} did not answer to its commit {waited}; whether it was "
+                "committed is known only when the store answers",
+            )
+
+    def _look_after_hung_commits(self) -> None:
+        for name, commit in list(self._hung_commits.items()):
+            if commit.done():
+                del self._hung_commits[name]
+                logger.warning(
+                    "stagetap: the commit of sample %r that was given up has ended: %s",
+                    name,
+                    commit.exception() or "it was committed",
+                )
 
     def _fail(self, sample: _Sample, cause: str) -> None:
         logger.error("stagetap: %s", cause)
         params = self._params(sample, "failed")
         params |= {"error": cause, "status": int(HTTPStatus.INTERNAL_SERVER_ERROR)}
+        self._outbox.stats.count_sample("failed")
+        self._breaker.failed(sample.request_id, cause)
         self._settled.append(Outcome(sample.request_id, params))
         self._forget(sample)
         self._committer.submit(self._record_error, sample.ref, cause)
@@ -433,6 +463,8 @@ class SchedulerSide:
         del self._samples[sample.request_id]
         del self._by_ref[sample.ref]
         del self._names[sample.ref.sample_id]
+        if sample.state is State.SAVING:
+            self._dropped.append(sample.ref)
 
     def _params(self, sample: _Sample, state: str) -> dict[str, Any]:
         return {
@@ -443,12 +475,38 @@ class SchedulerSide:
             "state": state,
         }
 
+    # Telling ---------------------------------------------------------------------------------
+
+    def take_stats(self) -> StageTapStats | None:
+        """What happened since the last call, for the metrics."""
+        self._outbox.stats.set_breaker(self._breaker.state)
+        self._outbox.stats.set_under_way(len(self._samples))
+        return self._outbox.take()
+
+    def tables(self) -> dict[str, int]:
+        """How many entries each table of this side has; all are 0 when nothing is under way."""
+        return {
+            "samples": len(self._samples),
+            "refs": len(self._by_ref),
+            "names": len(self._names),
+            "awaited": len(self._awaited),
+            "orders": len(self._orders),
+            "dropped": len(self._dropped),
+            "settled": len(self._settled),
+            "hung_commits": len(self._hung_commits),
+        }
+
     def shutdown(self) -> None:
-        """Finish the commits under way and let go of the store."""
+        """Finish the commits under way, name what is lost, and let go of the store."""
         for sample in self._samples.values():
-            if sample.state is State.SAVING:
-                logger.error("stagetap: sample %r is not committed", sample.ref.sample_id)
-        self._committer.shutdown(wait=True)
+            if sample.state is not State.COMMITTING:
+                logger.error(
+                    "stagetap: the engine ended before sample %r was committed (%s)",
+                    sample.ref.sample_id,
+                    sample.state.value,
+                )
+        if not self._committer.shutdown(COMMIT_DRAIN_SECONDS):
+            logger.error("stagetap: a commit to %s did not return", self._options.store)
         self._store.close()
 
 

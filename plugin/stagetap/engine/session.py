@@ -173,8 +173,7 @@ class CaptureSession:
         params: dict[str, Any] = {"metadata": prompt.metadata}
         if prompt.sample_id is not None:
             params["sample_id"] = prompt.sample_id
-        if self._include_output:
-            params["include_output"] = True
+        params["include_output" if self._include_output else "prefill_only"] = True
         request_id = uuid.uuid4().hex
         self._engine.add_request(
             request_id,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,8 @@ from vllm.logger import init_logger
 
 from stagetap.engine.capture import TapCacheLayer, installed_capture
 from stagetap.engine.checkpoint import checkpoint_fingerprint
-from stagetap.engine.messages import FragmentReports, SaveOrder, SaveOrders, WorkerFacts
+from stagetap.engine.messages import SaveOrder, StepOrders, WorkerFacts, WorkerNews
+from stagetap.engine.metrics import FragmentOutcome, StageTapStats, StatsOutbox
 from stagetap.engine.pages import page_reader
 from stagetap.engine.series import check_series
 from stagetap.manifest import Layer
@@ -26,11 +28,15 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from stagetap.options import ConnectorOptions
+    from stagetap.publish.publisher import PoolStatus
     from stagetap.stores.base import SampleRef
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own name
 
 MIB = 1024 * 1024
+HUNG_SECONDS = 1.0
+"""How long dead attempts may hold all writers before a stage counts as hanging."""
+
 DRAIN_SECONDS = 10.0
 """How long a worker that shuts down waits for the fragments that it is writing."""
 
@@ -47,6 +53,7 @@ class WorkerSide:
         self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: ConnectorOptions
     ):
         self._config = vllm_config
+        self._options = options
         self._kv_cache_config = kv_cache_config
         self._stage: int = get_pp_group().rank_in_group
         self._capture = installed_capture(vllm_config)
@@ -72,6 +79,7 @@ class WorkerSide:
                 slot_bytes=options.slot_bytes,
                 writer_threads=options.writer_threads,
                 pin_memory=torch.cuda.is_available(),
+                refuse_nonfinite=options.on_nonfinite == "fail",
             )
             taps = len(self._capture.taps.layer_ids)
             check_slot_bytes(
@@ -80,9 +88,15 @@ class WorkerSide:
             )
         self._pages = torch.empty(0)  # [num_blocks, L, block_size, H], set by register_pages
         self._step_has_tokens = False
+        self.samples_nothing = False  # whether no request of this step wants a token
         self._request_ids: dict[SampleRef, str] = {}
         self._released: set[str] = set()  # request ids whose pages are not read any more
         self._reports: list[FragmentReport] = []
+        self._outbox = StatsOutbox()
+        self._status: PoolStatus | None = None  # as last told
+        self._blocked: dict[int, str | None] = {}
+        self._full_since: float | None = None
+        self._told_blocked = False
 
     def facts(self) -> WorkerFacts:
         """What the scheduler side compares over all workers; asked for once it exists.
@@ -130,8 +144,9 @@ class WorkerSide:
             without,
         )
 
-    def begin_step(self) -> None:
+    def begin_step(self, orders: StepOrders) -> None:
         """Before a step, inside vLLM's forward context when the step has tokens."""
+        self.samples_nothing = orders.samples_nothing
         self._step_has_tokens = (
             is_forward_context_available() and get_forward_context().attn_metadata is not None
         )
@@ -148,12 +163,12 @@ class WorkerSide:
             self._layer.check_step()
         self._step_has_tokens = False
 
-    def take_orders(self, metadata: SaveOrders) -> None:
-        """Start to publish this stage's fragment of every ordered sample."""
-        for order in metadata.orders:
-            if self._publisher is None:
-                self._released.add(order.request_id)
-                continue
+    def take_orders(self, orders: StepOrders) -> None:
+        """Start to publish this stage's fragment of every sample, and give up dead attempts."""
+        if self._publisher is None:
+            self._released |= {order.request_id for order in orders.save}
+            return
+        for order in orders.save:
             self._request_ids[order.ref] = order.request_id
             try:
                 self._publisher.submit(self._job(order))
@@ -161,15 +176,18 @@ class WorkerSide:
                 # Whatever went wrong concerns this sample alone: the engine lives on.
                 logger.exception("stagetap: stage %d could not start to publish", self._stage)
                 self._released.add(self._request_ids.pop(order.ref))
-                self._reports.append(
-                    FragmentReport(
-                        ref=order.ref,
-                        stage=self._stage,
-                        fragment=None,
-                        error=f"{type(error).__name__}: {error}",
-                        seconds=0.0,
-                    )
+                report = FragmentReport(
+                    ref=order.ref,
+                    stage=self._stage,
+                    fragment=None,
+                    error=f"{type(error).__name__}: {error}",
+                    seconds=0.0,
                 )
+                self._reports.append(report)
+                self._count(report)
+        # Last: a sample may be ordered and given up within one step.
+        for ref in orders.drop:
+            self._publisher.cancel(ref)
 
     def _job(self, order: SaveOrder) -> FragmentJob:
         assert self._facts.cache_group is not None
@@ -191,10 +209,15 @@ class WorkerSide:
         released, self._released = self._released, set()
         return released
 
-    def take_reports(self) -> FragmentReports | None:
-        """Fragments stored or failed since the last call."""
+    def take_news(self) -> WorkerNews | None:
+        """What the scheduler side must know and was not told yet."""
         reports, self._reports = self._reports, []
-        return FragmentReports(reports) if reports else None
+        blocked, self._blocked = self._blocked, {}
+        return WorkerNews(reports, blocked) if reports or blocked else None
+
+    def take_stats(self) -> StageTapStats | None:
+        """What happened since the last call, for the metrics."""
+        return self._outbox.take()
 
     def _poll(self) -> None:
         if self._publisher is None:
@@ -202,6 +225,69 @@ class WorkerSide:
         progress = self._publisher.poll()
         self._released |= {self._request_ids.pop(ref) for ref in progress.staged}
         self._reports += progress.reports
+        for report in progress.reports:
+            self._count(report)
+        self._look_at(self._publisher.status())
+
+    def _count(self, report: FragmentReport) -> None:
+        outcome: FragmentOutcome = "stored"
+        if report.fragment is None:
+            outcome = "dropped" if report.cancelled else "failed"
+        size = report.fragment.byte_size if report.fragment is not None else 0
+        self._outbox.stats.record_fragment(self._stage, outcome, size, report.seconds)
+
+    def _look_at(self, status: PoolStatus) -> None:
+        """Note what changed in the pool, and whether anything can be published at all."""
+        self._note_quarantine(status)
+        if status == self._status:
+            return
+        self._status = status
+        self._outbox.stats.set_stage(
+            self._stage,
+            slots=status.slots,
+            slots_in_use=status.slots_in_use,
+            slot_waiters=status.slot_waiters,
+            slot_wait_seconds=status.slot_wait_seconds,
+            quarantined_slots=status.quarantined_slots,
+            hung_writes=status.hung_writes,
+        )
+
+    def _note_quarantine(self, status: PoolStatus) -> None:
+        """Say that this stage hangs, and when it goes on."""
+        if not status.quarantine_full:
+            self._full_since = None
+            if self._told_blocked:
+                self._told_blocked = False
+                self._blocked[self._stage] = None
+            return
+        now = time.monotonic()
+        self._full_since = self._full_since or now
+        # Many aborts at once look the same for the moment that a healthy store needs.
+        if now - self._full_since >= HUNG_SECONDS and not self._told_blocked:
+            self._told_blocked = True
+            self._blocked[self._stage] = (
+                f"{status.hung_writes} writes to {self._options.store} hang and hold "
+                f"{status.quarantined_slots} of {status.slots} slots; it resumes by itself when "
+                "one of them returns"
+            )
+
+    def tables(self) -> dict[str, int]:
+        """How many entries each table of this side has; all are 0 when nothing is under way."""
+        self._poll()
+        found = {
+            "request_ids": len(self._request_ids),
+            "released": len(self._released),
+            "reports": len(self._reports),
+        }
+        if self._publisher is not None:
+            status = self._publisher.status()
+            found |= {
+                "jobs": self._publisher.busy(),
+                "slots_in_use": status.slots_in_use,
+                "slot_waiters": status.slot_waiters,
+                "hung_writes": status.hung_writes,
+            }
+        return found
 
     def shutdown(self) -> None:
         """Give the fragments in flight a bounded time, and name those that did not make it."""

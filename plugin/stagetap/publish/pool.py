@@ -7,6 +7,7 @@ cannot wait for each other.
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,10 @@ class Slot:
 
 class PoolClosed(StageTapError):
     """The pool was closed while somebody waited for a slot."""
+
+
+class Cancelled(StageTapError):
+    """The attempt died before its fragment was whole."""
 
 
 class SlotPool:
@@ -51,21 +56,33 @@ class SlotPool:
         return self.slots - len(self._free)
 
     @property
+    def waiters(self) -> int:
+        """Callers that wait for a slot now."""
+        return len(self._waiting)
+
+    @property
     def waited_seconds(self) -> float:
         """Time that all callers together have spent waiting for a slot."""
         return self._waited_seconds
 
-    def acquire(self, ticket: int) -> Slot:
-        """A slot, as soon as one is free and no lower ticket waits. Raises PoolClosed."""
+    def acquire(self, ticket: int, cancelled: Callable[[], bool] = lambda: False) -> Slot:
+        """A slot, as soon as one is free and no lower ticket waits. Raises PoolClosed.
+
+        Raises Cancelled once `cancelled` is true; call `wake` after it became so.
+        """
         started = time.monotonic()
         with self._changed:
             self._waiting.append(ticket)
             try:
                 self._changed.wait_for(
-                    lambda: self._closed or (self._free and ticket == min(self._waiting))
+                    lambda: (
+                        self._closed or cancelled() or (self._free and ticket == min(self._waiting))
+                    )
                 )
                 if self._closed:
                     raise PoolClosed("the slot pool was closed: publishing has shut down")
+                if cancelled():
+                    raise Cancelled("cancelled before it got a slot")
                 return self._free.pop()
             finally:
                 self._waiting.remove(ticket)
@@ -76,6 +93,11 @@ class SlotPool:
         """Give a slot back. Only once nothing reads or writes it any more."""
         with self._changed:
             self._free.append(slot)
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Let everybody who waits look again whether they are cancelled."""
+        with self._changed:
             self._changed.notify_all()
 
     def close(self) -> None:

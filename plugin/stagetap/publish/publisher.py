@@ -5,19 +5,21 @@ of its report, and every job is reported exactly once.
 """
 
 import math
-import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 import xxhash
 
-from stagetap.errors import Refused, StageTapError
+from stagetap.errors import NonFinite, Refused, StageTapError
 from stagetap.manifest import DTYPE_ITEMSIZE, Fragment, Layer
-from stagetap.publish.pool import SlotPool, check_slot_bytes
+from stagetap.publish.finite import first_nonfinite
+from stagetap.publish.pool import Cancelled, Slot, SlotPool, check_slot_bytes
 from stagetap.stores.base import FragmentHeader, FragmentWriter, SampleRef, StoreWriter
 
 Gather = Callable[[int, int, torch.Tensor], None]
@@ -43,13 +45,17 @@ class FragmentJob:
 
 @dataclass(frozen=True, kw_only=True)
 class FragmentReport:
-    """How a job ended: a stored `fragment`, or an `error`. `seconds` run from its submission."""
+    """How a job ended: a stored `fragment`, or an `error`. `seconds` run from its submission.
+
+    `cancelled`: its attempt was dead before it ended.
+    """
 
     ref: SampleRef
     stage: int
     fragment: Fragment | None
     error: str | None
     seconds: float
+    cancelled: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +69,37 @@ class Progress:
     reports: list[FragmentReport] = field(default_factory=list)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PoolStatus:
+    """What publishing is held up by, at one moment.
+
+    Attributes:
+        slots: slots of the pool.
+        slots_in_use: slots that somebody holds, the quarantined ones included.
+        slot_waiters: jobs that wait for a slot.
+        slot_wait_seconds: time that all jobs so far have waited for slots, those that wait now not
+            included.
+        quarantined_slots: slots that cancelled jobs hold until the store has let go of them.
+        hung_writes: cancelled jobs that are inside the store, with or without a slot.
+        quarantine_full: cancelled jobs hold all writer threads or all slots: until the store lets
+            go of one, no fragment makes progress. True for a moment also when a healthy store is
+            about to return from all of them.
+    """
+
+    slots: int
+    slots_in_use: int
+    slot_waiters: int
+    slot_wait_seconds: float
+    quarantined_slots: int
+    hung_writes: int
+    quarantine_full: bool
+
+
 class Publisher:
     """`writer_threads` threads that serve jobs in the order of their submission.
 
-    A write that hangs keeps its slot, and so the memory it may still read, until it returns.
+    A write that hangs keeps its slot, and so the memory it may still read, until it returns: also
+    when the attempt is cancelled meanwhile, which frees its pages and leaves the slot quarantined.
     """
 
     def __init__(
@@ -76,15 +109,22 @@ class Publisher:
         slot_bytes: int,
         writer_threads: int,
         pin_memory: bool = False,
+        *,
+        refuse_nonfinite: bool,
     ) -> None:
-        """Allocate the pool and start the threads. Raises Refused for sizes below 1."""
+        """Allocate the pool and start the threads. Raises Refused for sizes below 1.
+
+        With `refuse_nonfinite` a job that gathers a NaN or Inf fails with NonFinite.
+        """
         if writer_threads < 1:
             raise Refused(f"{writer_threads} writer threads: at least 1 is needed")
         self._store = store_writer
+        self._refuse_nonfinite = refuse_nonfinite
         self.pool = SlotPool(slots, slot_bytes, pin_memory)
-        self._jobs: queue.SimpleQueue[_Ticketed | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._unfinished: dict[int, SampleRef] = {}
+        # Guards all that follows, and the state of every job. Nobody calls out while holding it.
+        self._changed = threading.Condition()
+        self._queued: deque[_Ticketed] = deque()
+        self._running: list[_Ticketed] = []
         self._progress = Progress()
         self._next_ticket = 0
         self._stopping = False
@@ -101,24 +141,60 @@ class Publisher:
 
         Raises StageTapError after `shutdown`.
         """
-        with self._lock:
+        with self._changed:
             if self._stopping:
                 raise StageTapError("publishing has shut down: no fragment can be submitted")
-            ticketed = _Ticketed(ticket=self._next_ticket, job=job, started=time.monotonic())
+            self._queued.append(
+                _Ticketed(ticket=self._next_ticket, job=job, started=time.monotonic())
+            )
             self._next_ticket += 1
-            self._unfinished[ticketed.ticket] = job.ref
-            self._jobs.put(ticketed)
+            self._changed.notify()
+
+    def cancel(self, ref: SampleRef) -> None:
+        """End a dead attempt. A ref that is unknown or has ended is ignored. Does not block.
+
+        What is queued ends at once, as failed. What is running gathers and writes no more: its
+        pages are free at once, or when the `gather` that reads them returns, and it ends when the
+        store call that it is inside returns. Only a `finish` under way may still succeed.
+        """
+        with self._changed:
+            for ticketed in [each for each in self._queued if each.job.ref == ref]:
+                self._queued.remove(ticketed)
+                ticketed.cancelled = True
+                self._end(ticketed, None, _described(Cancelled("cancelled before it was begun")))
+            for ticketed in self._running:
+                if ticketed.job.ref == ref:
+                    ticketed.cancelled = True
+                    if not ticketed.gathering:
+                        self._announce_staged(ticketed)
+        self.pool.wake()
+
+    def status(self) -> PoolStatus:
+        """Who holds what now. Does not block."""
+        with self._changed:
+            cancelled = [each for each in self._running if each.cancelled]
+            quarantined = sum(each.holds_slot for each in cancelled)
+            hung = sum(each.in_store for each in cancelled)
+        return PoolStatus(
+            slots=self.pool.slots,
+            slots_in_use=self.pool.in_use,
+            slot_waiters=self.pool.waiters,
+            slot_wait_seconds=self.pool.waited_seconds,
+            quarantined_slots=quarantined,
+            hung_writes=hung,
+            quarantine_full=hung >= len(self._threads) or quarantined >= self.pool.slots,
+        )
 
     def poll(self) -> Progress:
         """The events since the last call, each exactly once. Does not block."""
-        with self._lock:
+        with self._changed:
             progress, self._progress = self._progress, Progress()
         return progress
 
     def busy(self) -> int:
         """Jobs that were submitted and have not ended."""
-        with self._lock:
-            return len(self._unfinished)
+        with self._changed:
+            return len(self._queued) + len(self._running)
 
     def shutdown(self, timeout_s: float) -> list[SampleRef]:
         """Finish what is queued within `timeout_s`; return the attempts that did not end in time.
@@ -127,54 +203,71 @@ class Publisher:
         reports, if any, can still be polled.
         """
         deadline = time.monotonic() + timeout_s
-        with self._lock:
+        with self._changed:
             self._stopping = True
-            for _ in self._threads:
-                self._jobs.put(None)
+            self._changed.notify_all()
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         self.pool.close()
-        with self._lock:
-            return list(self._unfinished.values())
+        with self._changed:
+            return [ticketed.job.ref for ticketed in (*self._running, *self._queued)]
 
     def _serve(self) -> None:
-        while (ticketed := self._jobs.get()) is not None:
+        while (ticketed := self._next_job()) is not None:
             self._publish(ticketed)
 
+    def _next_job(self) -> "_Ticketed | None":
+        """The job that waits longest, as soon as there is one; None when no more will come."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queued or self._stopping)
+            if not self._queued:
+                return None
+            ticketed = self._queued.popleft()
+            self._running.append(ticketed)
+            return ticketed
+
     def _publish(self, ticketed: "_Ticketed") -> None:
-        job, fragment, error = ticketed.job, None, None
+        fragment, error = None, None
         try:
             fragment = self._store_fragment(ticketed)
         except BaseException as cause:  # noqa: BLE001 -- any cause must end up in the report
-            error = "; ".join([f"{type(cause).__name__}: {cause}", *_notes(cause)])
+            error = _described(cause)
+        with self._changed:
+            self._running.remove(ticketed)
+            self._end(ticketed, fragment, error)
+
+    def _end(self, ticketed: "_Ticketed", fragment: Fragment | None, error: str | None) -> None:
+        """Report a job that is neither queued nor running any more. The lock is held."""
         self._announce_staged(ticketed)
-        report = FragmentReport(
-            ref=job.ref,
-            stage=job.stage,
-            fragment=fragment,
-            error=error,
-            seconds=time.monotonic() - ticketed.started,
+        self._progress.reports.append(
+            FragmentReport(
+                ref=ticketed.job.ref,
+                stage=ticketed.job.stage,
+                fragment=fragment,
+                error=error,
+                seconds=time.monotonic() - ticketed.started,
+                cancelled=ticketed.cancelled,
+            )
         )
-        with self._lock:
-            del self._unfinished[ticketed.ticket]
-            self._progress.reports.append(report)
 
     def _announce_staged(self, ticketed: "_Ticketed") -> None:
+        """Say once that the pages are free. The lock is held, and no `gather` is running."""
         if not ticketed.staged:
             ticketed.staged = True
-            with self._lock:
-                self._progress.staged.append(ticketed.job.ref)
+            self._progress.staged.append(ticketed.job.ref)
 
     def _store_fragment(self, ticketed: "_Ticketed") -> Fragment:
         job = ticketed.job
         header = _header(job, self.pool.slot_bytes)
-        writer = self._store.open_fragment(header)
+        with self._inside_store(ticketed):
+            writer = self._store.open_fragment(header)
         try:
             checksum = self._stream(ticketed, header, writer)
-            self._announce_staged(ticketed)
-            stored = writer.finish()
+            with self._inside_store(ticketed):
+                stored = writer.finish()
         except BaseException as cause:
-            _abort(writer, cause)
+            with self._inside_store(ticketed, dead=True):
+                _abort(writer, cause)
             raise
         return Fragment(
             stage=job.stage,
@@ -196,24 +289,95 @@ class Publisher:
         checksum = xxhash.xxh3_64()
         for start in range(0, job.shape[0], rows_per_slot):
             end = min(start + rows_per_slot, job.shape[0])
-            slot = self.pool.acquire(ticketed.ticket)
-            try:
+            with self._slot(ticketed) as slot:
                 raw = slot.buffer[: (end - start) * row_bytes]
-                job.gather(start, end, raw.view(job.dtype).view(end - start, *job.shape[1:]))
-                rows = memoryview(raw.numpy())
-                checksum.update(rows)
-                writer.write(rows)
-            finally:
-                self.pool.release(slot)
+                rows = raw.view(job.dtype).view(end - start, *job.shape[1:])
+                with self._reading_pages(ticketed, last=end == job.shape[0]):
+                    job.gather(start, end, rows)
+                if self._refuse_nonfinite:
+                    _check_finite(job, start, rows)
+                stored_rows = memoryview(raw.numpy())
+                checksum.update(stored_rows)
+                with self._inside_store(ticketed):
+                    writer.write(stored_rows)
         return f"xxh3_64:{checksum.hexdigest()}"
 
+    @contextmanager
+    def _slot(self, ticketed: "_Ticketed") -> Iterator[Slot]:
+        """A slot for as long as the body runs. Raises Cancelled, PoolClosed."""
+        slot = self.pool.acquire(ticketed.ticket, lambda: ticketed.cancelled)
+        try:
+            ticketed.holds_slot = True
+            yield slot
+        finally:
+            ticketed.holds_slot = False
+            self.pool.release(slot)
 
-@dataclass(kw_only=True)
+    @contextmanager
+    def _reading_pages(self, ticketed: "_Ticketed", last: bool) -> Iterator[None]:
+        """The body reads pages: they are not free meanwhile, and are free for good after the last.
+
+        Raises Cancelled instead of running the body.
+        """
+        with self._changed:
+            _check_alive(ticketed)
+            ticketed.gathering = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                ticketed.gathering = False
+                if last:
+                    self._announce_staged(ticketed)
+
+    @contextmanager
+    def _inside_store(self, ticketed: "_Ticketed", dead: bool = False) -> Iterator[None]:
+        """The body is one call of the store, which may hang.
+
+        Raises Cancelled instead of running the body, unless the job is known to be `dead`: then
+        the store only has to forget it, and its pages are free.
+        """
+        with self._changed:
+            if dead:
+                self._announce_staged(ticketed)
+            else:
+                _check_alive(ticketed)
+            ticketed.in_store = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                ticketed.in_store = False
+
+
+@dataclass(kw_only=True, eq=False)
 class _Ticketed:
+    """A job, and where it is. It holds at most one slot, and `staged` excludes `gathering`."""
+
     ticket: int
     job: FragmentJob
     started: float
     staged: bool = False
+    cancelled: bool = False
+    gathering: bool = False
+    holds_slot: bool = False
+    in_store: bool = False
+
+
+def _check_alive(ticketed: _Ticketed) -> None:
+    if ticketed.cancelled:
+        raise Cancelled("cancelled while it was being written")
+
+
+def _check_finite(job: FragmentJob, start: int, rows: torch.Tensor) -> None:
+    """Raise NonFinite for the first NaN or Inf in the job's `rows` [n, L_stage, H] from `start`."""
+    if (found := first_nonfinite(rows)) is not None:
+        row, column, value = found
+        raise NonFinite(
+            f"layer {job.layers[column].id} is {'NaN' if math.isnan(value) else 'Inf'} at token "
+            f"{start + row} of {job.shape[0]}; set the connector option on_nonfinite to "
+            '"store" to keep such states'
+        )
 
 
 def _header(job: FragmentJob, slot_bytes: int) -> FragmentHeader:
@@ -253,5 +417,5 @@ def _abort(writer: FragmentWriter, cause: BaseException) -> None:
         cause.add_note(f"its half-written fragment could not be removed: {error}")
 
 
-def _notes(cause: BaseException) -> list[str]:
-    return getattr(cause, "__notes__", [])
+def _described(cause: BaseException) -> str:
+    return "; ".join([f"{type(cause).__name__}: {cause}", *getattr(cause, "__notes__", [])])

@@ -1,7 +1,8 @@
 """Every job ends in exactly one report, whatever the store or the gather does."""
 
+import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,57 +11,11 @@ import torch
 import xxhash
 
 from stagetap.errors import Refused, StageTapError, StoreError
-from stagetap.publish.publisher import Publisher
-from stagetap.stores.base import FragmentHeader, SampleRef, StoredFragment
+from stagetap.manifest import Tapped
+from stagetap.publish.publisher import Gather, Publisher
+from stagetap.stores.base import FragmentHeader
 from store_samples import drain, job, owned, states, tapped, token_ids
-
-WHAT = tapped()
-ROW_BYTES = 2 * 16 * 2  # two layers of hidden size 16 in bfloat16
-
-
-class MemoryStore:
-    """A store that keeps fragments in memory and fails or hangs where it is told to."""
-
-    def __init__(self) -> None:
-        self.data: dict[tuple[str, int], bytes] = {}
-        self.headers: list[FragmentHeader] = []
-        self.aborted: list[str] = []
-        self.on_open: Callable[[FragmentHeader], None] = lambda header: None
-        self.on_write: Callable[[FragmentHeader, int], None] = lambda header, number: None
-        self.on_finish: Callable[[FragmentHeader], None] = lambda header: None
-        self.on_abort: Callable[[FragmentHeader], None] = lambda header: None
-
-    def check_nonce(self, nonce: str) -> None:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        raise NotImplementedError
-
-    def open_fragment(self, header: FragmentHeader) -> "MemoryWriter":
-        self.on_open(header)
-        self.headers.append(header)
-        return MemoryWriter(self, header)
-
-
-class MemoryWriter:
-    def __init__(self, store: MemoryStore, header: FragmentHeader) -> None:
-        self.store, self.header = store, header
-        self.rows = bytearray()
-        self.writes = 0
-
-    def write(self, rows: memoryview) -> None:
-        self.store.on_write(self.header, self.writes)
-        self.writes += 1
-        self.rows += rows
-
-    def finish(self) -> StoredFragment:
-        self.store.on_finish(self.header)
-        self.store.data[self.header.ref.sample_id, self.header.stage] = bytes(self.rows)
-        return StoredFragment(path="some/where", file_bytes=len(self.rows))
-
-    def abort(self) -> None:
-        self.store.aborted.append(self.header.ref.sample_id)
-        self.store.on_abort(self.header)
+from unit.publish.memory_store import ROW_BYTES, WHAT, MemoryStore, fail, make_publisher, ref
 
 
 @pytest.fixture
@@ -70,20 +25,9 @@ def store() -> MemoryStore:
 
 @pytest.fixture
 def publisher(store: MemoryStore) -> Iterator[Publisher]:
-    publisher = Publisher(store, slots=2, slot_bytes=4 * ROW_BYTES, writer_threads=2)
+    publisher = make_publisher(store)
     yield publisher
     publisher.shutdown(10)
-
-
-def ref(sample_id: str = "s") -> SampleRef:
-    return SampleRef(run_id="r", sample_id=sample_id, attempt="a")
-
-
-def fail(error: BaseException) -> Callable[..., None]:
-    def raise_it(*_: Any) -> None:
-        raise error
-
-    return raise_it
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 4, 5, 33])
@@ -246,7 +190,7 @@ def test_a_hung_write_keeps_its_slot_and_does_not_keep_the_others(store: MemoryS
             go.wait(30)
 
     store.on_write = hang
-    publisher = Publisher(store, slots=2, slot_bytes=4 * ROW_BYTES, writer_threads=2)
+    publisher = make_publisher(store)
     publisher.submit(job(WHAT, ref("hung"), 1, 4))
     for number in range(3):
         publisher.submit(job(WHAT, ref(str(number)), 1, 20))
@@ -260,7 +204,7 @@ def test_a_hung_write_keeps_its_slot_and_does_not_keep_the_others(store: MemoryS
 
 
 def test_shutdown_finishes_what_is_queued_and_takes_no_more(store: MemoryStore) -> None:
-    publisher = Publisher(store, slots=2, slot_bytes=4 * ROW_BYTES, writer_threads=2)
+    publisher = make_publisher(store)
     for number in range(10):
         publisher.submit(job(WHAT, ref(str(number)), 1, 20))
     assert publisher.shutdown(20) == []
@@ -271,4 +215,53 @@ def test_shutdown_finishes_what_is_queued_and_takes_no_more(store: MemoryStore) 
 
 def test_no_thread_to_write_with_is_refused(store: MemoryStore) -> None:
     with pytest.raises(Refused, match="0 writer threads"):
-        Publisher(store, slots=1, slot_bytes=64, writer_threads=0)
+        make_publisher(store, writer_threads=0)
+
+
+def spoiled(places: dict[tuple[int, int, int], float], tokens: int, what: Tapped = WHAT) -> Gather:
+    """A gather of zeros, but for these values at (token, column, position)."""
+    rows = torch.zeros(tokens, 2, 16, dtype=getattr(torch, what.dtype))
+    for place, value in places.items():
+        rows[place] = value
+
+    def gather(start: int, end: int, out: torch.Tensor) -> None:
+        out.copy_(rows[start:end])
+
+    return gather
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    ("places", "named"),
+    [
+        ({(13, 1, 15): math.nan, (17, 0, 0): math.inf}, "layer 6 is NaN at token 13 of 20; "),
+        ({(19, 0, 3): -math.inf}, "layer 4 is Inf at token 19 of 20; "),
+        ({(0, 1, 0): math.inf, (0, 0, 9): -math.nan}, "layer 4 is NaN at token 0 of 20; "),
+    ],
+)
+def test_a_state_that_is_not_finite_fails_its_sample(
+    store: MemoryStore, dtype: str, places: dict[tuple[int, int, int], float], named: str
+) -> None:
+    publisher = make_publisher(store, slot_bytes=8 * ROW_BYTES, refuse_nonfinite=True)
+    what = tapped(dtype=dtype)
+    publisher.submit(job(what, ref("bad"), 1, 20, gather=spoiled(places, 20, what)))
+    publisher.submit(job(what, ref("good"), 1, 20))
+    errors = {report.ref.sample_id: report.error for report in drain(publisher, 2)}
+    cure = 'set the connector option on_nonfinite to "store" to keep such states'
+    assert errors == {"bad": f"NonFinite: {named}{cure}", "good": None}
+    assert store.aborted == ["bad"]
+    assert ("bad", 1) not in store.data
+    assert publisher.pool.in_use == 0
+    assert publisher.shutdown(10) == []
+
+
+def test_states_that_are_not_finite_are_kept_bit_for_bit_where_wanted(
+    store: MemoryStore, publisher: Publisher
+) -> None:
+    gather = spoiled({(0, 0, 0): -math.nan, (8, 1, 7): -math.inf}, 9)
+    publisher.submit(job(WHAT, ref(), 1, 9, gather=gather))
+    (report,) = drain(publisher, 1)
+    assert report.error is None
+    expected = torch.empty(9, 2, 16, dtype=torch.bfloat16)
+    gather(0, 9, expected)
+    assert store.data["s", 1] == expected.view(torch.uint8).numpy().tobytes()

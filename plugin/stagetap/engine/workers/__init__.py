@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.parallel_state import get_pp_group
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from stagetap.engine.capture import install_capture
 from stagetap.engine.configure import options_of
+from stagetap.engine.connector import stagetap_connector
 from stagetap.engine.series import check_series
+from stagetap.errors import Refused
 
-WORKERS = {
-    "vllm.v1.worker.cpu_worker.CPUWorker": "stagetap.engine.workers.cpu.TapWorker",
-    "vllm.v1.worker.gpu_worker.Worker": "stagetap.engine.workers.gpu.TapWorker",
-}
-"""The platform's own worker class, and the class that stands in for it."""
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import GrammarOutput
+
+
+class StepWithoutSamples(AsyncModelRunnerOutput):
+    """The scheduler hears of a step when it has run, as of any other."""
+
+    def __init__(self, output: ModelRunnerOutput, stream: torch.cuda.Stream):
+        self._output = output
+        self._done = torch.cuda.Event(blocking=True)
+        self._done.record(stream)
+
+    def get_output(self) -> ModelRunnerOutput:
+        self._done.synchronize()
+        return self._output
 
 
 class CapturesTaps:
@@ -32,3 +49,68 @@ class CapturesTaps:
         install_capture(
             self.model_runner.get_model(), self.vllm_config, options_of(self.vllm_config).layers
         )
+
+    def sample_tokens(
+        self, grammar_output: GrammarOutput | None
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
+        """As vLLM, but a step whose requests only want their states computes no logits."""
+        state = self.model_runner.execute_model_state
+        if (
+            state is None
+            or not get_pp_group().is_last_rank
+            or self.vllm_config.parallel_config.enable_eplb  # counts experts as it samples
+            or not stagetap_connector(get_kv_transfer_group()).worker_side.samples_nothing
+        ):
+            output: ModelRunnerOutput | AsyncModelRunnerOutput | None
+            output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+            return output
+        with torch.inference_mode():
+            return self._end_step_without_samples(state)
+
+    def _end_step_without_samples(self, state: Any) -> StepWithoutSamples:
+        """What the ranks before the last one do after a step, and the scheduler's empty answer.
+
+        Those ranks wait for no token either: vLLM broadcasts none for a request whose only token
+        would be its last, and a prefill-only request has ``max_tokens`` 1.
+        """
+        runner = self.model_runner
+        runner.execute_model_state = None
+        batch = state.input_batch
+        runner.postprocess_num_computed_tokens(batch)
+        runner.model_state.postprocess_state(batch.idx_mapping, 0)
+        output = ModelRunnerOutput(
+            req_ids=batch.req_ids,
+            req_id_to_index={req_id: index for index, req_id in enumerate(batch.req_ids)},
+            sampled_token_ids=[[] for _ in batch.req_ids],
+            cudagraph_stats=state.cudagraph_stats,
+            kv_connector_output=runner.kv_connector.post_forward(state.finished_req_ids),
+            ec_connector_output=state.ec_connector_output,
+        )
+        return StepWithoutSamples(output, runner.main_stream)
+
+    def stagetap_tables(self) -> dict[str, int]:
+        """Entries in this worker's tables; for ``collective_rpc``, to see that nothing leaks."""
+        return stagetap_connector(get_kv_transfer_group()).worker_side.tables()
+
+    def sleep(self, level: int = 1) -> None:
+        """Refused: what sleeps forgets the pages of requests that are under way."""
+        raise Refused("sleep mode is not in this version of StageTap; stop the engine instead")
+
+    def update_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: manifests name the weights that were loaded at start."""
+        raise _weights_are_fixed()
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Refused, as :meth:`update_weights`."""
+        raise _weights_are_fixed()
+
+    def init_weight_transfer_engine(self, *args: Any, **kwargs: Any) -> None:
+        """Refused, as :meth:`update_weights`."""
+        raise _weights_are_fixed()
+
+
+def _weights_are_fixed() -> Refused:
+    return Refused(
+        "weight updates are not in this version of StageTap: manifests name the weights that were "
+        "loaded at start; start another engine with the new checkpoint"
+    )

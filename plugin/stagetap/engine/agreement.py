@@ -1,0 +1,148 @@
+"""At start: what all workers said must agree; from it follows who owns what and what was tapped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import vllm
+
+from stagetap.engine.messages import WorkerFacts
+from stagetap.engine.series import check_series
+from stagetap.errors import Refused
+from stagetap.manifest import Tapped
+from stagetap.stores.base import Invariant
+from stagetap.taps import (
+    ID_CONVENTION,
+    NORM_STATE,
+    STREAM_RESIDUAL,
+    StageTaps,
+    check_ownership,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+
+    from stagetap.options import ConnectorOptions
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What holds for the whole run.
+
+    Attributes:
+        owners: what the first rank of every owning stage said, by stage, ascending.
+        stages: the layers and taps of every stage.
+        tapped: goes into every manifest.
+        invariant: what the store must hold, or be empty.
+    """
+
+    owners: Mapping[int, WorkerFacts]
+    stages: tuple[StageTaps, ...]
+    tapped: Tapped
+    invariant: Invariant
+
+
+def agree(
+    config: VllmConfig,
+    options: ConnectorOptions,
+    fingerprint: str,
+    nonce: str,
+    metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata],
+) -> Agreement:
+    """Compare what all workers said and derive who owns what.
+
+    Args:
+        fingerprint: of the checkpoint, as the scheduler sees it.
+        nonce: what the scheduler left in the store.
+        metadata: by (stage, tensor-parallel rank).
+
+    Raises:
+        Refused: workers differ, a tap has no owner or two, or a worker's store is another one.
+    """
+    facts: dict[tuple[int, int], WorkerFacts] = {}
+    for rank, said in metadata.items():
+        if not isinstance(said, WorkerFacts):
+            raise Refused(f"worker {rank} is not StageTap's: it said {type(said).__name__}")
+        facts[rank] = said
+    _check_equal(facts, fingerprint, nonce, options.store)
+    total = config.model_config.get_total_num_hidden_layers()
+    stages = check_ownership(
+        options.layers, total, {rank: fact.taps for rank, fact in facts.items()}
+    )
+    first = next(iter(facts.values()))
+    return Agreement(
+        owners={
+            stage: fact
+            for (stage, rank), fact in sorted(facts.items())
+            if rank == 0 and fact.cache_group is not None
+        },
+        stages=stages,
+        tapped=_describe(config, options, fingerprint, first, stages, total),
+        invariant=Invariant(
+            weights_fingerprint=fingerprint,
+            layer_ids=options.layers,
+            stream=STREAM_RESIDUAL,
+            dtype=first.dtype,
+            id_convention=ID_CONVENTION,
+            hidden_size=first.hidden_size,
+            num_hidden_layers=total,
+        ),
+    )
+
+
+def _check_equal(
+    facts: Mapping[tuple[int, int], WorkerFacts], fingerprint: str, nonce: str, store: str
+) -> None:
+    first = next(iter(facts.values()))
+    expected = {
+        "weights_fingerprint": fingerprint,
+        "series_digest": check_series(),
+        "dtype": first.dtype,
+        "hidden_size": first.hidden_size,
+    }
+    for (stage, rank), fact in facts.items():
+        for name, value in expected.items():
+            if getattr(fact, name) != value:
+                raise Refused(
+                    f"stage {stage}, tensor-parallel rank {rank} has {name} "
+                    f"{getattr(fact, name)}, the scheduler {value}; every node needs the "
+                    "same checkpoint and the same StageTap"
+                )
+        if nonce not in fact.nonces:
+            raise Refused(
+                f"stage {stage}, tensor-parallel rank {rank} does not see what the scheduler "
+                f"wrote to {store}; give a directory that all nodes share"
+            )
+
+
+def _describe(
+    config: VllmConfig,
+    options: ConnectorOptions,
+    fingerprint: str,
+    fact: WorkerFacts,
+    stages: tuple[StageTaps, ...],
+    total: int,
+) -> Tapped:
+    parallel = config.parallel_config
+    return Tapped(
+        model=config.model_config.model,
+        weights_fingerprint=fingerprint,
+        weight_version="initial",
+        adapter=None,
+        stream=STREAM_RESIDUAL,
+        norm_state=NORM_STATE,
+        id_convention=ID_CONVENTION,
+        layer_ids=options.layers,
+        num_hidden_layers=total,
+        hidden_size=fact.hidden_size,
+        vllm_version=vllm.__version__,
+        series_digest=fact.series_digest,
+        pp_size=parallel.pipeline_parallel_size,
+        tp_size=parallel.tensor_parallel_size,
+        pp_layers=tuple((taps.start, taps.end) for taps in stages),
+        kv_cache_dtype=config.cache_config.cache_dtype,
+        dtype=fact.dtype,
+    )

@@ -1,0 +1,48 @@
+"""One thread that commits, so that an fsync never holds up the next step."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+
+class Committer:
+    """Runs calls one after the other, in the order of their submission.
+
+    No ``ThreadPoolExecutor``: Python waits for its threads at exit, and a commit that hangs in a
+    dead file system would keep the process alive.
+    """
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Future[None], Callable[..., None], Any] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread = threading.Thread(target=self._serve, name="stagetap-commit", daemon=True)
+        self._thread.start()
+
+    def submit(self, function: Callable[..., None], *args: Any) -> Future[None]:
+        """Queue a call; its future can be cancelled until the call begins."""
+        future: Future[None] = Future()
+        self._calls.put((future, function, args))
+        return future
+
+    def shutdown(self, timeout_s: float) -> bool:
+        """Finish what is queued; whether that took no longer than ``timeout_s``."""
+        self._calls.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            future, function, args = call
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                function(*args)
+            except BaseException as error:  # noqa: BLE001 -- the future carries it to who asked
+                future.set_exception(error)
+            else:
+                future.set_result(None)
