@@ -206,6 +206,8 @@ def refused_configurations(cases: list[dict[str, Any]]) -> list[str | None]:
             refusals.append(None)
         except StartRefused as error:
             refusals.append(str(error))
+        except ValueError as error:
+            refusals.append("vLLM itself: " + " ".join(str(error).split()))
         finally:
             os.environ.update(engine_environment(2, 1))
             for name in case.get("environment", {}):

@@ -355,20 +355,14 @@ def aborts(driver: Driver) -> Any:
     found: dict[str, Any] = {}
     long = random_prompts([100] * 8, seed=5)
     writing = {"max_tokens": 60, "ignore_eos": True}
-    running = [driver.submit(ids, sampling=writing) for ids in long]
-    driver.step()
-    waiting = driver.submit(SHORT, "a-waiting")
-    driver.step()
+    # Six prompts fill the cache; the last one to run is the first that vLLM preempts.
+    running = [driver.submit(ids, sampling=writing) for ids in long[1:6]]
+    preempted = driver.submit(long[0], "a-preempted", sampling=writing, include_output=True)
+    waiting = driver.submit(long[6], "a-waiting")
+    driver.until(lambda: driver.request(preempted).status == RequestStatus.RUNNING)
     found["waiting"] = driver.request(waiting).status == RequestStatus.WAITING
     driver.abort(waiting)
-    preempted = driver.submit(long[0], "a-preempted", sampling=writing, include_output=True)
-
-    def is_preempted() -> bool:
-        request = driver.request(preempted)
-        return request is None or request.status == RequestStatus.PREEMPTED
-
-    driver.until(is_preempted)
-    found["preempted"] = preempted not in driver.ended
+    driver.until(lambda: driver.request(preempted).status == RequestStatus.PREEMPTED)
     driver.abort(preempted, *running)
     driver.settle()
 
@@ -400,7 +394,7 @@ def aborts(driver: Driver) -> Any:
 def preemption(driver: Driver) -> Any:
     """Long requests in a cache too small for all of them: one right sample each."""
     prompts = random_prompts([100] * 8, seed=7)
-    writing = {"max_tokens": 60, "ignore_eos": True}
+    writing = {"max_tokens": 120, "ignore_eos": True}
     names = [f"p-{n}" for n in range(8)]
     sent = [
         driver.submit(ids, name, sampling=writing, include_output=True)
@@ -415,11 +409,14 @@ def preemption(driver: Driver) -> Any:
         return all(name in driver.ended for name in sent)
 
     driver.until(all_done, 180)
+    for name, one in zip(names, sent, strict=True):
+        assert driver.ended[one].state == "committed", (name, driver.ended[one].said)
     dataset = open_dataset(driver.store, verify=True)
     references = {}
     for name, ids, one in zip(names, prompts, sent, strict=True):
         whole = ids + driver.ended[one].tokens[:-1]
         assert dataset[name].input_ids.tolist() == whole, name
+        driver.engine.reset_prefix_cache()  # else it would read what the request itself wrote
         driver.run(whole, f"ref-{name}")
     dataset.refresh()
     for name in names:
@@ -464,6 +461,8 @@ def prefill_only(driver: Driver) -> Any:
     driver.step()
     mixed = [driver.submit(ids, f"po-mix-{n}", prefill_only=True) for n, ids in enumerate(prompts)]
     generated, *mixed_ended = driver.wait(generating, *mixed)
+    for one in (*references, *alone, *again, *together, *mixed_ended):
+        assert one.state == "committed", one
     dataset = open_dataset(driver.store, verify=True)
 
     def same(kind: str) -> list[bool]:

