@@ -73,6 +73,32 @@ def outlive_engine(session: CaptureSession, prompts: dict[str, list[int]]) -> di
     return {"captured": captured, "error": None, "seconds": 0.0}
 
 
+def outlive_broken_invariant(session: CaptureSession, stage: int) -> dict[str, Any]:
+    """Take a stage's hooks away in a running engine; how the next request ended, and how soon."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    assert [done.error for done in session.capture([Prompt(token_ids=[5, 6, 7])])] == [None]
+    session._engine.collective_rpc(remove_hooks, args=(stage,))
+    started = time.monotonic()
+    try:
+        errors = [done.error for done in session.capture([Prompt(token_ids=[5, 6, 8])])]
+    except EngineDeadError:
+        return {"ended": "engine", "seconds": time.monotonic() - started}
+    return {"ended": errors, "seconds": time.monotonic() - started}
+
+
+def remove_hooks(worker: Any, stage: int) -> None:
+    """In a worker: as if the model had run past the hooks of its decoder layers."""
+    from vllm.distributed.parallel_state import get_pp_group
+
+    from stagetap.engine.families import inner_decoder
+
+    if get_pp_group().rank_in_group == stage:
+        decoder = inner_decoder(worker.model_runner.get_model())
+        for layer in decoder.layers[decoder.start_layer : decoder.end_layer]:
+            layer._forward_hooks.clear()
+
+
 def tell_pids_and_wait(session: CaptureSession, path: str) -> None:
     """Write the engine's pid to a file and wait to be killed."""
     Path(path).write_text(str(engine_pid(session)))

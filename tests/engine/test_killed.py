@@ -45,6 +45,22 @@ def test_a_killed_engine_ends_the_capture(
         assert sample.input_ids.tolist() == prompts[sample.sample_id]
 
 
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_a_broken_invariant_ends_the_engine_at_once_and_loudly(
+    checkpoint: Callable[..., str], stores: Callable[[str], Path], stage: int
+) -> None:
+    session = session_of(checkpoint, stores("broken")) | {"layers": [0, 2, 3, 6]}
+    arm = Arm(
+        "engine.jobs:outlive_broken_invariant",
+        session,
+        {"stage": stage},
+        {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"},
+    )
+    ended = arm.run()
+    assert ended["ended"] == "engine"
+    assert ended["seconds"] < 30
+
+
 @pytest.mark.full
 def test_a_killed_front_end_takes_its_engine_along(
     checkpoint: Callable[..., str], stores: Callable[[str], Path], tmp_path: Path

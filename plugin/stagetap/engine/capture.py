@@ -20,6 +20,7 @@ from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionL
 from vllm.utils.torch_utils import is_quantized_kv_cache
 
 from stagetap.engine.families import inner_decoder
+from stagetap.engine.invariant import BrokenInvariant
 from stagetap.errors import Refused
 from stagetap.taps import StageTaps, owned_ids
 
@@ -63,7 +64,7 @@ class TapCacheLayer(CacheOnlyAttentionLayer):
             residual: what a decoder layer hands on beside ``hidden``, same shape, or None.
 
         Raises:
-            RuntimeError: the tap has another number of rows than the step has tokens.
+            BrokenInvariant: the tap has another number of rows than the step has tokens.
         """
         context = get_forward_context()
         if context.attn_metadata is None:
@@ -71,8 +72,8 @@ class TapCacheLayer(CacheOnlyAttentionLayer):
         slots = context.slot_mapping[self.layer_name]  # [num_tokens]
         stream = hidden if residual is None else hidden + residual
         if stream.shape != (slots.shape[0], self.head_size):
-            raise RuntimeError(
-                f"stagetap: tap {self.taps.layer_ids[column]} has shape {tuple(stream.shape)} in a "
+            raise BrokenInvariant(
+                f"tap {self.taps.layer_ids[column]} has shape {tuple(stream.shape)} in a "
                 f"step of {slots.shape[0]} tokens; this model hands on something else than whole "
                 "rows"
             )
@@ -90,12 +91,12 @@ class TapCacheLayer(CacheOnlyAttentionLayer):
         """After a step with tokens: every tap was written once.
 
         Raises:
-            RuntimeError: the model ran past a hook. Nothing of such a step may be published.
+            BrokenInvariant: the model ran past a hook. Nothing of such a step may be published.
         """
         missing = set(range(self.num_heads)) - self.columns_written
         if missing:
             ids = [self.taps.layer_ids[column] for column in sorted(missing)]
-            raise RuntimeError(f"stagetap: a step ran without capturing taps {ids}")
+            raise BrokenInvariant(f"a step ran without capturing taps {ids}")
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ class WorkerSide:
         """After the model ran.
 
         Raises:
-            RuntimeError: a tap was not captured; the engine must not go on.
+            BrokenInvariant: a tap was not captured; the engine must not go on.
         """
         if self._step_has_tokens and self._layer is not None:
             self._layer.check_step()

@@ -12,11 +12,12 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from stagetap.engine.capture import install_capture
 from stagetap.engine.configure import options_of
 from stagetap.engine.connector import stagetap_connector
+from stagetap.engine.invariant import BrokenInvariant, end_worker
 from stagetap.engine.series import check_series
 from stagetap.errors import Refused
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import GrammarOutput
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
 
 class StepWithoutSamples(AsyncModelRunnerOutput):
@@ -49,6 +50,23 @@ class CapturesTaps:
         install_capture(
             self.model_runner.get_model(), self.vllm_config, options_of(self.vllm_config).layers
         )
+
+    def execute_model(
+        self, scheduler_output: SchedulerOutput
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
+        """As vLLM, but a broken invariant ends this worker where others would wait for it.
+
+        Raises:
+            BrokenInvariant: this is the engine's only worker.
+        """
+        try:
+            output: ModelRunnerOutput | AsyncModelRunnerOutput | None
+            output = super().execute_model(scheduler_output)  # type: ignore[misc]
+            return output
+        except BrokenInvariant as error:
+            if self.vllm_config.parallel_config.world_size > 1:
+                end_worker(error)
+            raise
 
     def sample_tokens(
         self, grammar_output: GrammarOutput | None
