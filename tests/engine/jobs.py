@@ -52,6 +52,45 @@ def capture_with_logprobs(
     return found
 
 
+def capture_outputs(
+    session: CaptureSession, prompts: list[list[int]], cases: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """Every case on every prompt with rows for output tokens, and some that stop on a token.
+
+    Returns ``case-number`` -> tokens, finish reason, and the stop token where there is one.
+    """
+    from vllm import SamplingParams
+
+    engine = session._engine
+    found: dict[str, Any] = {}
+
+    def run(name: str, ids: list[int], stopped_by: int | None = None, **sampling: Any) -> list[int]:
+        transfer = {"stagetap": {"sample_id": name, "include_output": True}}
+        params = SamplingParams(
+            **{"temperature": 0.0, "detokenize": False, **sampling},
+            extra_args={"kv_transfer_params": transfer},
+        )
+        engine.add_request(name, {"prompt_token_ids": ids}, params)
+        while name not in found:
+            for output in engine.step():
+                if output.finished:
+                    assert output.kv_transfer_params["stagetap"]["state"] == "committed"
+                    found[name] = {
+                        "tokens": list(output.outputs[0].token_ids),
+                        "reason": output.outputs[0].finish_reason,
+                        "stopped_by": stopped_by,
+                    }
+        return list(found[name]["tokens"])
+
+    for number, ids in enumerate(prompts):
+        for case, sampling in cases.items():
+            run(f"{case}-{number}", ids, **sampling)
+        third = found[f"eight-{number}"]["tokens"][2]
+        run(f"stop-{number}", ids, third, max_tokens=8, stop_token_ids=[third])
+        run(f"stop-early-{number}", ids, third, max_tokens=8, min_tokens=5, stop_token_ids=[third])
+    return found
+
+
 def outlive_engine(session: CaptureSession, prompts: dict[str, list[int]]) -> dict[str, Any]:
     """Kill the engine process after the first sample; how the capture ended, and how soon."""
     from vllm.v1.engine.exceptions import EngineDeadError

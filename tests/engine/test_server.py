@@ -128,6 +128,26 @@ def test_include_output_adds_a_row_for_every_token_but_the_last(served: Served) 
     assert text.endswith(longer["choices"][0]["text"])
 
 
+def test_an_answer_that_ends_itself_has_rows_up_to_its_end(served: Served) -> None:
+    """EOS is the last output token: it was sampled and never run, so it is no row."""
+    chat = [{"role": "user", "content": "Answer with one word: what is the capital of France?"}]
+    body = served.body(
+        {"sample_id": "eos", "include_output": True},
+        messages=chat,
+        max_tokens=60,
+        return_token_ids=True,
+    )
+    del body["prompt"]
+    answer = served.client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    said = answer.json()
+    (choice,) = said["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert choice["token_ids"][-1] == 2, "SmolLM2's <|im_end|>"
+    sample = served.sample("eos")
+    assert sample.input_ids.tolist() == said["prompt_token_ids"] + choice["token_ids"][:-1]
+
+
 def test_chat(served: Served) -> None:
     body = {
         "model": "smollm2",

@@ -61,13 +61,13 @@ class Client(threading.Thread):
         self._http = http
         self._ledger = ledger
         self._count = 0
-        self._stop = threading.Event()
+        self._told_to_stop = threading.Event()
 
     def stop(self) -> None:
-        self._stop.set()
+        self._told_to_stop.set()
 
     def run(self) -> None:
-        while not self._stop.is_set():
+        while not self._told_to_stop.is_set():
             (kind,) = self._random.choices(list(KINDS), list(KINDS.values()))
             self._count += 1
             try:

@@ -18,6 +18,9 @@ def is_cpu_build() -> bool:
     return True
 
 
+BINDING_ENV = "VLLM_CPU_OMP_THREADS_BIND"
+
+
 def engine_environment(pp: int, tp: int) -> dict[str, str]:
     """Variables to set for an engine of ``pp`` stages of ``tp`` ranks each.
 
@@ -29,17 +32,24 @@ def engine_environment(pp: int, tp: int) -> dict[str, str]:
         wanted["TRITON_INTERPRET"] = "1"
         wanted["VLLM_CPU_KVCACHE_SPACE"] = "1"
         if pp * tp > 1:
-            wanted["VLLM_CPU_OMP_THREADS_BIND"] = _cores_by_rank(pp * tp)
+            wanted[BINDING_ENV] = cores_by_rank(pp * tp)
     return {name: os.environ.get(name, value) for name, value in wanted.items()}
 
 
-def _cores_by_rank(ranks: int) -> str:
-    """One list of cores a rank, such as ``0-1|2-3``; ranks share cores when there are too few."""
+def cores_by_rank(ranks: int, of: int | None = None) -> str:
+    """One list of cores a rank, such as ``0-1|2-3``; ranks share cores when there are too few.
+
+    Args:
+        ranks: how many lists to give.
+        of: into how many the machine is shared out, ``ranks`` when absent. vLLM's attention on CPU
+            splits its sums by threads, so engines that shall agree to the bit in output tokens
+            need equal shares.
+    """
     cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < ranks:
-        return "|".join(str(cores[rank * len(cores) // ranks]) for rank in range(ranks))
-    share = len(cores) // ranks
-    return "|".join(
-        ",".join(str(core) for core in cores[rank * share : (rank + 1) * share])
-        for rank in range(ranks)
-    )
+    of = of or ranks
+    if len(cores) < of:
+        lists = [[cores[rank * len(cores) // of]] for rank in range(ranks)]
+    else:
+        share = len(cores) // of
+        lists = [cores[rank * share : (rank + 1) * share] for rank in range(ranks)]
+    return "|".join(",".join(map(str, own)) for own in lists)

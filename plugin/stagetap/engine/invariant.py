@@ -1,4 +1,4 @@
-"""What must never happen, and what happens then: the engine ends, at once and loudly."""
+"""What must never happen in a step, and what happens then: the engine ends, at once and loudly."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ class BrokenInvariant(RuntimeError):
     """A step went on without capture, or captured something else than whole rows."""
 
 
-def end_worker(error: BrokenInvariant) -> None:
-    """End a worker process, which ends its engine within seconds.
+def end_worker(error: Exception) -> None:
+    """End a worker process whose step has failed, which ends its engine within seconds.
 
-    An exception alone would not: the stages after this one wait for tensors that never come, and
-    vLLM waits for those stages until its RPC times out.
+    An exception alone would not: vLLM ends the engine for it as well, but only after the stages
+    after this one have waited minutes for tensors that never come.
     """
-    os.write(2, f"stagetap: broken invariant: {error}; the engine ends\n".encode())
+    broken = "broken invariant: " if isinstance(error, BrokenInvariant) else ""
+    line = f"stagetap: {broken}{type(error).__name__}: {error}; the engine ends\n"
+    os.write(2, line.encode())
     os._exit(BROKEN_EXIT)

@@ -81,7 +81,7 @@ def prepare_request(config: VllmConfig, request: EngineCoreRequest) -> None:
             _check_interpreter(request)
         if options is None:
             return
-        _check_request(request, options)
+        _check_request(config, request, options)
     except Refused as error:
         raise RefusedRequest(str(error)) from None
     named = {**transfer.get(PARAMS_KEY, {}), "sample_id": options.sample_id or uuid.uuid4().hex}
@@ -163,7 +163,7 @@ def _check_interpreter(request: EngineCoreRequest) -> None:
         )
 
 
-def _check_request(request: EngineCoreRequest, options: RequestOptions) -> None:
+def _check_request(config: VllmConfig, request: EngineCoreRequest, options: RequestOptions) -> None:
     sampling = request.sampling_params
     if sampling is None:
         raise Refused(f"{WHERE}: a pooling request has no states to export")
@@ -178,6 +178,13 @@ def _check_request(request: EngineCoreRequest, options: RequestOptions) -> None:
         )
     if request.prompt_embeds is not None:
         raise Refused(f"{WHERE}: a prompt of embeddings has no token ids to store with its states")
+    largest, vocabulary = (
+        max(request.prompt_token_ids or (0,)),
+        config.model_config.get_vocab_size(),
+    )
+    if largest >= vocabulary:
+        # vLLM checks that only where it has a tokenizer, and such a step ends the engine.
+        raise Refused(f"token id {largest} is outside the vocabulary of {vocabulary}")
     if request.resumable:
         raise Refused(f"{WHERE}: a streaming input has no end at which a sample is whole")
 

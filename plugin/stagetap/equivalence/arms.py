@@ -7,10 +7,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from stagetap.engine.environment import BINDING_ENV, cores_by_rank, is_cpu_build
 from stagetap.errors import Refused, StageTapError
 from stagetap.prompts import TokenPrompt
 
@@ -26,7 +27,8 @@ _END_SECONDS = 20.0
 class Arm:
     """What one arm captures, and how.
 
-    ``engine_args`` are arguments of vLLM's ``EngineArgs``; ``partition`` the layers per stage.
+    ``engine_args`` are arguments of vLLM's ``EngineArgs``; ``partition`` the layers per stage;
+    ``beside`` the ranks of the arm that this one must agree with, whose share of cores it takes.
     """
 
     model: str
@@ -36,6 +38,11 @@ class Arm:
     partition: Sequence[int] | None = None
     engine_args: dict[str, Any] = field(default_factory=dict)
     run_id: str = RUN_ID
+    beside: int | None = None
+
+    def single_stage(self) -> Arm:
+        """The arm that this one must equal: it differs in its stages alone."""
+        return replace(self, pp=1, partition=None, beside=self.pp * self.tp)
 
     def command(self, prompts: Path, out: Path) -> list[str]:
         """The ``stagetap capture`` of this arm: one request a call, so that batches are equal."""
@@ -58,6 +65,8 @@ class Arm:
         environment = {name: value for name, value in os.environ.items() if name != PARTITION_ENV}
         if self.partition is not None:
             environment[PARTITION_ENV] = ",".join(map(str, self.partition))
+        if self.beside is not None and is_cpu_build():
+            environment.setdefault(BINDING_ENV, cores_by_rank(self.pp * self.tp, self.beside))
         return environment
 
 

@@ -85,8 +85,7 @@ def prove(
         reference_run = _check_reference(arm, reference)
     else:
         notify("capturing on 1 stage, the reference")
-        single = replace(arm, pp=1, partition=None)
-        run_arm(single, prompt_file, reference, scratch / "pp1.log")
+        run_arm(arm.single_stage(), prompt_file, reference, scratch / "pp1.log")
         reference_run = arm.run_id
     notify(f"capturing on {arm.pp} stages")
     captured = run_arm(arm, prompt_file, candidate, scratch / f"pp{arm.pp}.log")

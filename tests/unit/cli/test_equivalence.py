@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import stagetap.equivalence.prove as prove_module
+from stagetap.engine.environment import cores_by_rank
 from stagetap.equivalence.arms import Arm, run_arm, write_prompts
 from stagetap.equivalence.made_prompts import prompts_of_lengths
 from stagetap.equivalence.partition import stage_layers
@@ -243,6 +244,10 @@ def test_prompts_survive_the_way_to_an_arm(tmp_path: Path) -> None:
 def test_an_arm_sets_its_partition_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "1,2")
     assert "VLLM_PP_LAYER_PARTITION" not in Arm("m", [1], pp=1).environment()
+    # Threads change how attention on CPU sums: the single stage takes as many as one of several.
+    single = Arm("m", [1], pp=2, partition=[10, 20]).single_stage()
+    assert single.environment()["VLLM_CPU_OMP_THREADS_BIND"] == cores_by_rank(2).split("|")[0]
+    assert "VLLM_PP_LAYER_PARTITION" not in single.environment()
     arm = Arm("m", [1], pp=2, partition=[10, 20])
     assert arm.environment()["VLLM_PP_LAYER_PARTITION"] == "10,20"
 

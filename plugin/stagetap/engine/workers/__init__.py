@@ -7,17 +7,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.parallel_state import get_pp_group
+from vllm.logger import init_logger
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from stagetap.engine.capture import install_capture
 from stagetap.engine.configure import options_of
 from stagetap.engine.connector import stagetap_connector
-from stagetap.engine.invariant import BrokenInvariant, end_worker
+from stagetap.engine.invariant import end_worker
 from stagetap.engine.series import check_series
 from stagetap.errors import Refused
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own name
 
 
 class StepWithoutSamples(AsyncModelRunnerOutput):
@@ -54,17 +58,18 @@ class CapturesTaps:
     def execute_model(
         self, scheduler_output: SchedulerOutput
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
-        """As vLLM, but a broken invariant ends this worker where others would wait for it.
+        """As vLLM, but a step that fails ends this worker where other stages would wait for it.
 
         Raises:
-            BrokenInvariant: this is the engine's only worker.
+            Exception: the same, where this is the engine's only stage.
         """
         try:
             output: ModelRunnerOutput | AsyncModelRunnerOutput | None
             output = super().execute_model(scheduler_output)  # type: ignore[misc]
             return output
-        except BrokenInvariant as error:
-            if self.vllm_config.parallel_config.world_size > 1:
+        except Exception as error:
+            if self.vllm_config.parallel_config.pipeline_parallel_size > 1:
+                logger.exception("stagetap: a step of this stage failed")
                 end_worker(error)
             raise
 
