@@ -66,6 +66,18 @@ def main() -> None:
                 f"{capture.not_exporting_tokens_per_s:.0f} tokens/s",
             )
             table.add_row(
+                "tokens/s, prefill-only over max_tokens=1, both exporting",
+                f"{capture.prefill_only_over_one_token:.3f}",
+                "",
+                "",
+            )
+            table.add_row(
+                "tokens/s of 32 clients, committed over accepted",
+                f"{capture.committed_over_accepted:.3f}",
+                ">= 0.98",
+                "",
+            )
+            table.add_row(
                 "tap cache a token, heaviest stage over one stage",
                 f"{cache.ratio:.3f}",
                 f"{cache.share:.3f}",

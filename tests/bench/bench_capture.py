@@ -11,12 +11,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bench.disk_probe import DiskFigures, DiskProbe
+from bench.engine_child import CROWDS, MODES
 from stagetap.models import resolve_model
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -43,12 +45,16 @@ class CaptureFigures:
     """Tokens/s are medians. ``over_plain`` is the ratio that counts.
 
     ``over_not_exporting`` compares turns of one engine: it tells what a request's own export costs,
-    and is less disturbed by other users of the machine. ``spread`` is (max - min) / median of the
-    plain rounds: how far to trust the ratios.
+    and is less disturbed by other users of the machine, as are the next two.
+    ``prefill_only_over_one_token``: exporting requests that sample nothing over those with
+    ``max_tokens`` 1. ``committed_over_accepted``: 32 clients that wait for each commit over 32 that
+    do not. ``spread`` is (max - min) / median of the plain rounds: how far to trust the ratios.
     """
 
     over_plain: float
     over_not_exporting: float
+    prefill_only_over_one_token: float
+    committed_over_accepted: float
     plain_tokens_per_s: float
     not_exporting_tokens_per_s: float
     exporting_tokens_per_s: float
@@ -78,8 +84,7 @@ def measure(
     """
     model = resolve_model("smollm2")
     plain: list[float] = []
-    exporting: list[float] = []
-    not_exporting: list[float] = []
+    rates: dict[str, list[float]] = defaultdict(list)
     caches: list[dict[str, Any]] = []
     with (
         tempfile.TemporaryDirectory(prefix="stagetap-bench-", dir=stores) as folder,
@@ -92,20 +97,27 @@ def measure(
                 EngineSpec(model, STAGES, store, rounds, prompts, tokens, seed), folder
             )
             plain += found.get("plain", [])
-            exporting += found.get("exporting", [])
-            not_exporting += found.get("not_exporting", [])
+            for name in (*MODES, *CROWDS):
+                rates[name] += found.get(name, [])
             caches = found.get("tap_caches", caches)
         notify("engine 5 of 5: one stage, for its cache")
         store = str(Path(folder, "store-single"))
         (single,) = run_engine(EngineSpec(model, 1, store, 0, 1, 16, 9), folder)["tap_caches"]
+
+    def ratio(ours: str, theirs: str) -> float:
+        """Median over the turns of one engine."""
+        turns = zip(rates[ours], rates[theirs], strict=True)
+        return statistics.median(one / other for one, other in turns)
+
+    exporting = statistics.median(rates["exporting"])
     capture = CaptureFigures(
-        over_plain=statistics.median(exporting) / statistics.median(plain),
-        over_not_exporting=statistics.median(
-            ours / theirs for ours, theirs in zip(exporting, not_exporting, strict=True)
-        ),
+        over_plain=exporting / statistics.median(plain),
+        over_not_exporting=ratio("exporting", "not_exporting"),
+        prefill_only_over_one_token=ratio("prefill_only", "exporting"),
+        committed_over_accepted=ratio("committed", "accepted"),
         plain_tokens_per_s=statistics.median(plain),
-        not_exporting_tokens_per_s=statistics.median(not_exporting),
-        exporting_tokens_per_s=statistics.median(exporting),
+        not_exporting_tokens_per_s=statistics.median(rates["not_exporting"]),
+        exporting_tokens_per_s=exporting,
         spread=(max(plain) - min(plain)) / statistics.median(plain),
         rounds=len(plain),
     )

@@ -12,6 +12,20 @@ from typing import Any
 
 VOCABULARY = 49_000
 
+MODES: dict[str, dict[str, Any] | None] = {
+    "exporting": {},
+    "not_exporting": None,
+    "prefill_only": {"prefill_only": True},
+}
+"""What a request of a batch says to StageTap."""
+
+CLIENTS = 32
+CROWDS: dict[str, dict[str, Any] | None] = {
+    "committed": {"completion": "committed"},
+    "accepted": {"completion": "accepted"},
+}
+"""The same for clients that send one short prompt after the other."""
+
 
 def main() -> None:
     """Run the measurement that the first argument describes in JSON; see ``EngineSpec``."""
@@ -23,7 +37,7 @@ def main() -> None:
 
 
 def measure_with_stagetap(spec: dict[str, Any]) -> dict[str, Any]:
-    """Batches that export and batches that do not, in turn, in one engine."""
+    """Batches of every mode in turn, in one engine."""
     from stagetap.engine.session import CaptureSession
 
     with CaptureSession(
@@ -36,14 +50,19 @@ def measure_with_stagetap(spec: dict[str, Any]) -> dict[str, Any]:
         engine = session._engine
         batches = Batches(spec)
         caches = engine.collective_rpc(tap_cache)
-        rates: dict[str, list[float]] = {"exporting": [], "not_exporting": []}
+        rates: dict[str, list[float]] = {name: [] for name in MODES}
         for turn in range(spec["rounds"] + 1):
-            # Who comes first changes, so that neither profits from what the other left behind.
+            # Who comes first changes, so that nobody profits from what another left behind.
             for name in sorted(rates, reverse=bool(turn % 2)):
-                rate = timed_batch(engine, batches.next(), export=name == "exporting")
+                rate = timed_batch(engine, batches.next(), MODES[name])
                 if turn:  # The first turn warms up.
                     rates[name].append(rate)
-    return {**rates, "tap_caches": caches}
+        crowds: dict[str, list[float]] = {name: [] for name in CROWDS}
+        for turn in range(spec["rounds"]):
+            for name in sorted(crowds, reverse=bool(turn % 2)):
+                prompts = batches.crowd()
+                crowds[name].append(timed_batch(engine, prompts, CROWDS[name], CLIENTS))
+    return {**rates, **crowds, "tap_caches": caches}
 
 
 def measure_plain(spec: dict[str, Any]) -> dict[str, Any]:
@@ -63,7 +82,7 @@ def measure_plain(spec: dict[str, Any]) -> dict[str, Any]:
     )
     engine = LLMEngine.from_engine_args(arguments)
     batches = Batches(spec)
-    rates = [timed_batch(engine, batches.next(), export=False) for _ in range(spec["rounds"] + 1)]
+    rates = [timed_batch(engine, batches.next(), None) for _ in range(spec["rounds"] + 1)]
     engine.engine_core.shutdown()
     return {"plain": rates[1:]}
 
@@ -82,29 +101,47 @@ class Batches:
 
     def next(self) -> list[list[int]]:
         """A batch like the last one, of other tokens."""
-        prompts, tokens = self._shape
-        return [
-            [self._numbers.randrange(VOCABULARY) for _ in range(tokens)] for _ in range(prompts)
-        ]
+        return self._prompts(*self._shape)
+
+    def crowd(self) -> list[list[int]]:
+        """Several short prompts for each of the clients."""
+        return self._prompts(4 * CLIENTS, self._shape[1] // 8)
+
+    def _prompts(self, count: int, tokens: int) -> list[list[int]]:
+        return [[self._numbers.randrange(VOCABULARY) for _ in range(tokens)] for _ in range(count)]
 
 
-def timed_batch(engine: Any, prompts: list[list[int]], export: bool) -> float:
-    """Prompt tokens per second, from the first request to the last final output."""
+def timed_batch(
+    engine: Any,
+    prompts: list[list[int]],
+    stagetap: dict[str, Any] | None,
+    clients: int | None = None,
+) -> float:
+    """Prompt tokens per second, from the first request to the last final output.
+
+    Args:
+        stagetap: what the requests say to StageTap; None does not export.
+        clients: requests in the engine at a time; default: all of them.
+    """
     from vllm import SamplingParams
 
-    extra = {"kv_transfer_params": {"stagetap": {}}} if export else None
+    extra = None if stagetap is None else {"kv_transfer_params": {"stagetap": stagetap}}
+    wanted = (stagetap or {}).get("completion", "committed")
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args=extra)
+    waiting = list(enumerate(prompts))
     began = time.perf_counter()
-    for number, ids in enumerate(prompts):
-        sampling = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args=extra)
-        engine.add_request(str(number), {"prompt_token_ids": ids}, sampling)
-    left = len(prompts)
-    while left:
+    in_flight = 0
+    while waiting or in_flight:
+        while waiting and in_flight < (clients or len(prompts)):
+            number, ids = waiting.pop(0)
+            engine.add_request(str(number), {"prompt_token_ids": ids}, sampling)
+            in_flight += 1
         for output in engine.step():
             if output.finished:
-                left -= 1
+                in_flight -= 1
                 outcome = (output.kv_transfer_params or {}).get("stagetap", {})
-                if export and outcome.get("state") != "committed":
-                    raise RuntimeError(f"a sample was not committed: {outcome}")
+                if stagetap is not None and outcome.get("state") != wanted:
+                    raise RuntimeError(f"a sample was not {wanted}: {outcome}")
     return sum(map(len, prompts)) / (time.perf_counter() - began)
 
 
@@ -112,7 +149,9 @@ def tap_cache(worker: Any) -> dict[str, Any]:
     """In a worker: the taps that it owns, and what its cache for them takes for one token."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    side = get_kv_transfer_group()._worker
+    from stagetap.engine.connector import stagetap_connector
+
+    side = stagetap_connector(get_kv_transfer_group()).worker_side
     pages = side._pages  # [num_blocks, L, block_size, H]
     taps = list(side._capture.taps.layer_ids)
     if not taps:

@@ -80,7 +80,7 @@ def configure(config: VllmConfig) -> None:
     """Check the whole configuration and set ``worker_cls`` and ``scheduler_cls``.
 
     Raises:
-        Refused: see ``docs/refused.md``.
+        Refused: see ``docs/requests.md``.
     """
     if not uses_stagetap(config):
         return
