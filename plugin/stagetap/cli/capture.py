@@ -103,6 +103,12 @@ def _show(report: dict[str, Any], as_json: bool, stdout: TextIO) -> None:
             f"{report['left']} prompts left; make room and run the same command with --resume",
             soft_wrap=True,
         )
+    elif report["stopped"] == "failures":
+        remarks.print(
+            f"stopped: too many samples failed in a row; {report['left']} prompts left; mend the "
+            "cause above and run the same command with --resume",
+            soft_wrap=True,
+        )
     elif report["stopped"] == "interrupt":
         remarks.print(
             f"interrupted: {report['samples'] + report['skipped']} samples are committed, "

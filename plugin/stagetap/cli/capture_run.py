@@ -25,7 +25,7 @@ class Tally:
     """What has happened so far.
 
     ``failures`` lists the first :data:`LISTED_FAILURES`; ``stopped`` says why prompts are left
-    over: ``disk`` or ``interrupt``.
+    over: ``disk``, ``interrupt`` or ``failures``, too many of them in a row.
     """
 
     samples: int = 0
@@ -88,6 +88,9 @@ class CaptureRun:
         try:
             for captured in self._session.capture(self._feed(), in_flight):
                 self._rows_in_flight.pop(captured.sample_id, None)
+                if captured.suspended:
+                    self.tally.stopped = "failures"  # and this prompt is one of those left over
+                    continue
                 self.tally.add(captured)
                 if captured.error is None:
                     self._guard.observe(captured.tokens, captured.bytes)
@@ -107,6 +110,8 @@ class CaptureRun:
 
     def _feed(self) -> Iterator[Prompt]:
         for prompt in self._prompts:
+            if self.tally.stopped is not None:
+                return
             if self._wants_stop():
                 self.tally.stopped = "interrupt"
                 return

@@ -9,6 +9,7 @@ import threading
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -36,12 +37,16 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Captured:
-    """How one prompt ended: committed, or failed with ``error``."""
+    """How one prompt ended: committed, or failed with ``error``.
+
+    ``suspended``: it was not run, since too many others had failed.
+    """
 
     sample_id: str
     tokens: int
     bytes: int
     error: str | None
+    suspended: bool = False
 
 
 class CaptureSession:
@@ -239,4 +244,5 @@ def _captured(output: Any) -> Captured:
         tokens=outcome.get("tokens", 0),
         bytes=outcome.get("bytes", 0),
         error=error,
+        suspended=outcome.get("status") == HTTPStatus.SERVICE_UNAVAILABLE,
     )

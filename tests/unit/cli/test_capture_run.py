@@ -36,8 +36,14 @@ class FakeSession:
     """Keeps ``in_flight`` prompts and ends the latest first, as a busy engine may."""
 
     def __init__(
-        self, disk: Disk, bad: Iterable[str] = (), raises: Exception | None = None
+        self,
+        disk: Disk,
+        bad: Iterable[str] = (),
+        raises: Exception | None = None,
+        suspends_after: int | None = None,
     ) -> None:
+        self.suspends_after = suspends_after  # so many failures
+        self.failed = 0
         self.disk = disk
         self.bad = set(bad)
         self.raises = raises
@@ -60,7 +66,10 @@ class FakeSession:
         assert prompt.sample_id is not None
         if self.raises is not None and len(self.seen) >= 3:
             raise self.raises
+        if self.suspends_after is not None and self.failed >= self.suspends_after:
+            return Captured(prompt.sample_id, 0, 0, "exporting is suspended", suspended=True)
         if prompt.sample_id in self.bad:
+            self.failed += 1
             return Captured(sample_id=prompt.sample_id, tokens=0, bytes=0, error="disk on fire")
         rows = len(prompt.token_ids)
         self.disk.free_bytes -= rows * ROW_BYTES
@@ -79,6 +88,15 @@ def test_all_prompts_go_through() -> None:
     assert session.most_in_flight == 4
     assert session.seen[4].metadata == {"n": 5}
     assert session.seen[4].token_ids == list(range(10))
+
+
+def test_a_suspended_engine_is_not_fed_the_rest() -> None:
+    disk = Disk(10**9)
+    bad = [f"s{n}" for n in range(5, 1000)]
+    session = FakeSession(disk, bad, suspends_after=3)
+    tally = CaptureRun(session, prompts(999), disk.guard()).run(in_flight=1)
+    assert (tally.samples, tally.failed, tally.stopped) == (4, 3, "failures")
+    assert len(session.seen) == 8
 
 
 def test_failures_are_counted_and_listed() -> None:
