@@ -164,6 +164,7 @@ def _judge(
     return {
         "sent": ledger.sent,
         **ended,
+        "suspended": ledger.suspended,
         "ordinary": ledger.ordinary,
         "rss_mib": {
             name: [round(size / MIB, 1), round(after.get(name, 0) / MIB, 1)]

@@ -35,6 +35,7 @@ class Ledger:
     committed: list[str] = field(default_factory=list)
     surprises: list[str] = field(default_factory=list)
     ordinary: int = 0
+    suspended: int = 0  # of the refused ones, those that met an open breaker
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -152,6 +153,7 @@ class Client(threading.Thread):
                 self._ledger.ended["failed"] += 1
             elif answer.status_code in (400, 503) and "stagetap" in answer.text:
                 self._ledger.ended["refused"] += 1
+                self._ledger.suspended += answer.status_code == 503
             else:
                 self._ledger.surprises.append(f"{kind}: {answer.status_code} {answer.text[:300]}")
 
