@@ -493,6 +493,19 @@ def prefill_only(driver: Driver) -> Any:
     }
 
 
+def many(driver: Driver) -> Any:
+    """Five hundred requests, a third of them aborted on the way."""
+    prompts = random_prompts([6] * 500, seed=9)
+    sent = [driver.submit(ids, f"many-{n}", prefill_only=True) for n, ids in enumerate(prompts)]
+    kept = [name for number, name in enumerate(sent) if number % 3]
+    for number, name in enumerate(sent):
+        if number % 3 == 0:
+            driver.step()
+            driver.abort(name)
+    ended = driver.wait(*kept, seconds=300)
+    return {"states": sorted({str(one.state) for one in ended}), "kept": len(kept)}
+
+
 SCENARIOS: dict[str, Callable[[Driver], Any]] = {
     function.__name__: function
     for function in (
@@ -507,5 +520,6 @@ SCENARIOS: dict[str, Callable[[Driver], Any]] = {
         aborts,
         preemption,
         prefill_only,
+        many,
     )
 }

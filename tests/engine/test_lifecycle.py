@@ -23,7 +23,7 @@ def scenarios(
     store: Path,
     folder: Path,
     *,
-    connector: dict[str, Any] | None = None,
+    tp: int = 1,
     **environment: str,
 ) -> dict[str, Any]:
     """Run scenarios of `engine.lifecycle` in one engine of two stages; its core is in-process."""
@@ -34,13 +34,13 @@ def scenarios(
         "layers": LAYERS,
         "store": str(store),
         "pp": 2,
+        "tp": tp,
         "connector_options": {
             "slots": 4,
             "slot_bytes": 16384,
             "writer_threads": 2,
             "publish_timeout_s": TIMEOUT_SECONDS,
             "max_consecutive_failures": 3,
-            **(connector or {}),
         },
         "engine_args": {
             "skip_tokenizer_init": True,
@@ -246,3 +246,14 @@ def test_prefill_only_gives_the_same_rows_without_logits_or_tokens(
     for kind, error in found["near"].items():
         assert error <= 2e-2, kind
     assert found["generated_as_alone"]
+
+
+@pytest.mark.full
+def test_several_ranks_a_stage_free_every_page(
+    checkpoint: Callable[..., str], stores: Callable[[str], Path], tmp_path: Path
+) -> None:
+    names = ["completion", "failure", "hang", "aborts", "many"]
+    found = scenarios(names, checkpoint, stores("lifecycle-tp"), tmp_path, tp=2)
+    for name in names:
+        whole(found[name])
+    assert found["many"]["states"] == ["committed"]
