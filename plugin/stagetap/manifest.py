@@ -186,10 +186,13 @@ def check_metadata(metadata: object) -> None:
 
 def _wide_integer(value: object) -> int | None:
     """An integer somewhere in a JSON value that vLLM's messages cannot carry, if there is one."""
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        return value
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return next((found for each in inner if (found := _wide_integer(each)) is not None), None)
+    rest = [value]  # no recursion: what msgspec could nest may be deeper than Python's stack
+    for each in rest:
+        if isinstance(each, int) and not -(2**63) <= each < 2**63:
+            return each
+        if isinstance(each, dict | list):
+            rest.extend(each.values() if isinstance(each, dict) else each)
+    return None
 
 
 def validate(manifest: Manifest) -> None:

@@ -348,6 +348,20 @@ def hung_commit(driver: Driver) -> Any:
     return {"ended": ended, "again": again, "third": driver.run(SHORT, "hung-commit")}
 
 
+def hung_look(driver: Driver) -> Any:
+    """The store does not even say whether a sample is there."""
+    driver.faults({"on": "look", "do": "hang", "sample": "look-hung"})
+    ended = driver.run(SHORT, "look-hung")
+    refused = driver.run(SHORT, "look-refused")
+    ordinary = driver.run(SHORT)
+    driver.faults()
+    deadline = time.monotonic() + 20
+    while (after := driver.run(SHORT, "look-after")).state != "committed":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return {"ended": ended, "refused": refused, "ordinary": ordinary, "after": after}
+
+
 def aborts(driver: Driver) -> Any:
     """Aborted while waiting, preempted, between chunks, while publishing, after the commit."""
     from vllm.v1.request import RequestStatus
@@ -517,6 +531,7 @@ SCENARIOS: dict[str, Callable[[Driver], Any]] = {
         breaker,
         nonfinite,
         hung_commit,
+        hung_look,
         aborts,
         preemption,
         prefill_only,

@@ -136,6 +136,13 @@ def test_a_prompt_without_an_end_or_ids_is_refused(fields: dict[str, Any], named
         prepare_request(config(), engine_request(**fields))
 
 
+@pytest.mark.parametrize("smuggled", [["stagetap"], 5, "stagetap"])
+def test_what_is_no_object_is_refused(smuggled: Any) -> None:
+    sampling = SamplingParams(extra_args={"kv_transfer_params": smuggled})
+    with pytest.raises(RefusedRequest, match="must be an object"):
+        prepare_request(config(), engine_request(sampling=sampling))
+
+
 def test_prefill_only_samples_nothing_whatever_was_asked() -> None:
     sampling = SamplingParams(
         max_tokens=50,

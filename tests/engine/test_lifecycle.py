@@ -74,7 +74,7 @@ def seen(
 ) -> Callable[[str], Any]:
     names = [
         "completion", "failure", "every_third", "hang", "quarantine", "breaker", "hung_commit",
-        "aborts", "preemption", "prefill_only",
+        "hung_look", "aborts", "preemption", "prefill_only",
         # Last: its NaNs stay in vLLM's KV pages, where attention on CPU meets them again.
         "nonfinite",
     ]  # fmt: skip
@@ -213,6 +213,19 @@ def test_a_commit_that_hangs_is_given_up_without_a_lie(seen: Callable[[str], Any
     assert "known only when the store answers" in found["ended"]["said"]["error"]
     assert "may still appear" in found["again"]["said"]["error"]
     assert "is committed" in found["third"]["said"]["error"]
+
+
+def test_a_store_that_does_not_answer_suspends_exporting(seen: Callable[[str], Any]) -> None:
+    found = seen("hung_look")
+    assert found["ended"]["said"]["status"] == 500
+    assert "does not answer within 5 s" in found["ended"]["said"]["error"]
+    assert found["ended"]["seconds"] < 8
+    assert found["refused"]["said"]["status"] == 503
+    assert "does not answer" in found["refused"]["said"]["error"]
+    assert found["refused"]["seconds"] < 1
+    assert found["ordinary"]["reason"] == "length"
+    assert found["ordinary"]["seconds"] < 2
+    assert found["after"]["said"]["state"] == "committed"
 
 
 def test_nothing_is_committed_for_who_went_away(either: Callable[[str], Any]) -> None:

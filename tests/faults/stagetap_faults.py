@@ -6,9 +6,9 @@ names, at every call, so that a test can switch them while the engine runs:
 
     [{"on": "write", "do": "fail", "stage": 1, "every": 3}]
 
-`on`: open, write, finish (of a fragment) or commit. `do`: fail (a StoreError), raise (anything
-else), hang (until the fault is gone) or delay (`seconds`). `stage`: one stage, else all. `every`:
-only each n-th call. `sample`: only samples whose id starts so.
+`on`: open, write, finish (of a fragment), look (for a commit) or commit. `do`: fail (a StoreError),
+raise (anything else), hang (until the fault is gone) or delay (`seconds`). `stage`: one stage, else
+all. `every`: only each n-th call. `sample`: only samples whose id starts so.
 """
 
 from __future__ import annotations
@@ -119,6 +119,10 @@ class FaultyCommitter:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
+
+    def is_committed(self, run_id: str, sample_id: str) -> bool:
+        _strike("look", None, sample_id)
+        return bool(self._store.is_committed(run_id, sample_id))
 
     def commit(self, manifest: Manifest) -> None:
         _strike("commit", None, manifest.sample_id)

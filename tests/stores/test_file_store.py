@@ -179,6 +179,34 @@ def test_durable_in_order_fragment_then_its_directories_then_commit(
     engine.close()
 
 
+def test_an_fsync_that_hangs_holds_up_nobody_who_only_looks(
+    root: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.export("before", 3)
+    begun, thaw = threading.Event(), threading.Event()
+    fsync = os.fsync
+
+    def frozen(fd: int) -> None:
+        if threading.current_thread().name == "commit":
+            begun.set()
+            assert thaw.wait(30)
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", frozen)
+    prepared = engine.publish(engine.ref("frozen"), 3)
+    thread = threading.Thread(target=engine.committer.commit, args=(prepared,), name="commit")
+    thread.start()
+    try:
+        assert begun.wait(30)
+        assert engine.committer.is_committed(engine.run, "before")
+        # Its line may be in the file, but it is not durable.
+        assert not engine.committer.is_committed(engine.run, "frozen")
+    finally:
+        thaw.set()
+        thread.join(30)
+    assert engine.committer.is_committed(engine.run, "frozen")
+
+
 def test_the_first_fragment_of_a_run_makes_the_runs_name_durable(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,14 @@ from stagetap.options import connector_options, request_options
 STORE = {"layers": [2, 6], "store": "/data"}
 
 
+def nested(depth: int) -> list[Any]:
+    """Lists in lists."""
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 def test_defaults() -> None:
     options = connector_options(STORE)
     assert options.layers == (2, 6)
@@ -70,6 +78,7 @@ def test_a_missing_option_is_named() -> None:
         ({"metadata": {"x": float("nan")}}, "metadata does not survive JSON"),
         ({"metadata": {"x": ["\ud800"]}}, "metadata cannot be written as JSON"),
         ({"metadata": {"x": [{"y": 10**30}]}}, f"metadata: {10**30} does not fit 64 bits"),
+        ({"metadata": {"d": nested(2000)}}, "metadata"),
         ({"sample_id": "a\ud800"}, "lone surrogate at position 1"),
         ({"prefill_only": True, "include_output": True}, "contradict"),
     ],

@@ -50,6 +50,9 @@ def _asked(config: VllmConfig, kv_transfer_params: Any) -> RequestOptions | None
                 "--stagetap-store"
             )
         return None
+    if not isinstance(kv_transfer_params, dict | None):
+        kind = type(kv_transfer_params).__name__
+        raise Refused(f"kv_transfer_params must be an object, not {kind}")
     keys = kv_transfer_params or {}
     unknown = sorted(str(key) for key in keys if key != PARAMS_KEY)
     if unknown and stands_alone(config):
@@ -74,7 +77,7 @@ def prepare_request(config: VllmConfig, request: EngineCoreRequest) -> None:
     """
     sampling = request.sampling_params
     extra = (sampling.extra_args if sampling is not None else None) or {}
-    transfer = extra.get("kv_transfer_params") or {}
+    transfer = extra.get("kv_transfer_params")
     try:
         options = _asked(config, transfer)
         if uses_stagetap(config):
@@ -84,6 +87,7 @@ def prepare_request(config: VllmConfig, request: EngineCoreRequest) -> None:
         _check_request(config, request, options)
     except Refused as error:
         raise RefusedRequest(str(error)) from None
+    transfer = transfer or {}
     named = {**transfer.get(PARAMS_KEY, {}), "sample_id": options.sample_id or uuid.uuid4().hex}
     # A new dict: prompts of one call may share the one that the caller made.
     sampling.extra_args = {**extra, "kv_transfer_params": {**transfer, PARAMS_KEY: named}}
@@ -121,7 +125,7 @@ def check_http_request(serving: Any, request: Any) -> None:
         if stagetap_params(transfer) is not None and type(request).__name__ not in CARRIERS:
             raise Refused(
                 f"{WHERE}: this endpoint does not pass it on; use /v1/completions, "
-                "/v1/chat/completions or /v1/responses"
+                "/v1/chat/completions, /v1/responses or /v1/messages"
             )
     except Refused as error:
         raise RefusedRequest(str(error)) from None

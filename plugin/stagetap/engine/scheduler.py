@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 
     from stagetap.engine.scheduler_side import Outcome, SchedulerSide
 
-IDLE_STEP_SECONDS = 0.001
-"""Pause after a step that ran nothing, so that an engine that waits for a store does not spin."""
+IDLE_STEP_SECONDS = (0.001, 0.02)
+"""Pauses after steps that ran nothing, the first and the longest one. Each doubles the last: an
+engine that waits for a slow store leaves its cores to others.
+"""
 
 
 class CommitBarrier:
@@ -44,6 +46,7 @@ class CommitBarrier:
         # Final outputs that wait for their commit, by request id, with the client to send to.
         self._withheld: dict[str, tuple[int, EngineCoreOutput]] = {}
         self._refused: list[tuple[int, EngineCoreOutput]] = []
+        self._pause = IDLE_STEP_SECONDS[0]
 
     def add_request(self, request: Request) -> None:
         refusal = self._side.admit(request)
@@ -106,8 +109,11 @@ class CommitBarrier:
                 ready.append((client, _ended(output, outcome)))
         for client, output in ready:
             outputs.setdefault(client, EngineCoreOutputs()).outputs.append(output)
-        if not (scheduler_output.total_num_scheduled_tokens or self.has_unfinished_requests()):
-            time.sleep(IDLE_STEP_SECONDS)
+        if ready or scheduler_output.total_num_scheduled_tokens or self.has_unfinished_requests():
+            self._pause = IDLE_STEP_SECONDS[0]
+        else:
+            time.sleep(self._pause)
+            self._pause = min(2 * self._pause, IDLE_STEP_SECONDS[1])
         return outputs
 
     def _discard_samples(self, model_runner_output: ModelRunnerOutput) -> None:

@@ -24,12 +24,12 @@ from vllm.v1.request import RequestStatus
 from stagetap.breaker import Breaker
 from stagetap.engine.agreement import agree
 from stagetap.engine.checkpoint import checkpoint_fingerprint
-from stagetap.engine.committer import Committer
 from stagetap.engine.messages import SaveOrder, WorkerFacts, WorkerNews
 from stagetap.engine.metrics import StageTapStats, StatsOutbox
 from stagetap.engine.orphan import end_with_parent
 from stagetap.engine.requests import stagetap_params
-from stagetap.errors import Refused, StageTapError
+from stagetap.engine.store_thread import StoreThread
+from stagetap.errors import Refused, StageTapError, StoreError
 from stagetap.manifest import MANIFEST_VERSION, Fragment, Manifest, Tapped, token_digest
 from stagetap.options import PARAMS_KEY, ConnectorOptions, RequestOptions, request_options
 from stagetap.stores.base import SampleRef, open_store_committer
@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own name
+
+LOOK_SECONDS = 5.0
+"""How long one look whether a sample is committed may hold up the engine."""
 
 COMMIT_DRAIN_SECONDS = 10.0
 """How long a scheduler that shuts down waits for the commits under way."""
@@ -110,7 +113,8 @@ class SchedulerSide:
         self._store = open_store_committer(options.store)
         self._nonce = uuid.uuid4().hex
         self._store.leave_nonce(self._nonce)
-        self._committer = Committer()
+        self._committer = StoreThread("stagetap-commit")
+        self._looker = StoreThread("stagetap-look")
         self._owners: Mapping[int, WorkerFacts] = {}  # what the first rank of each one said
         self._tapped: Tapped | None = None
         self._breaker = Breaker(options.max_consecutive_failures, time.monotonic)
@@ -121,6 +125,7 @@ class SchedulerSide:
         self._orders: list[SaveOrder] = []
         self._dropped: list[SampleRef] = []  # dead attempts that workers may still be publishing
         self._settled: list[Outcome] = []
+        self._hung_look: Future[bool] | None = None
         self._hung_commits: dict[str, Future[None]] = {}  # by the sample id that they hold
         self._drain_deadline = float("inf")
         self._outbox = StatsOutbox()
@@ -163,6 +168,7 @@ class SchedulerSide:
         if not options.export:
             return None
         sample_id = options.sample_id or uuid.uuid4().hex
+        self._look_after_hung_calls()
         suspended = self._breaker.admit(request.request_id)
         if suspended is not None:
             return self._turned_away(request, sample_id, suspended, HTTPStatus.SERVICE_UNAVAILABLE)
@@ -191,7 +197,8 @@ class SchedulerSide:
     def _turned_away(
         self, request: Request, sample_id: str | None, cause: str, status: HTTPStatus
     ) -> Outcome:
-        self._outbox.stats.count_sample("refused")
+        store_failed = status is HTTPStatus.INTERNAL_SERVER_ERROR
+        self._outbox.stats.count_sample("failed" if store_failed else "refused")
         params = {
             "sample_id": sample_id,
             "run_id": self._run_id,
@@ -202,7 +209,6 @@ class SchedulerSide:
         return Outcome(request.request_id, params)
 
     def _refuse_duplicate(self, sample_id: str) -> None:
-        self._look_after_hung_commits()
         if sample_id in self._hung_commits:
             raise Refused(
                 f"a commit of sample {sample_id!r} was given up, but the store has not answered "
@@ -213,7 +219,15 @@ class SchedulerSide:
                 f"sample {sample_id!r} is under way in another request; one exporting request is "
                 "one sample: give each prompt its own sample_id"
             )
-        if self._store.is_committed(self._run_id, sample_id):
+        look = self._looker.submit(self._store.is_committed, self._run_id, sample_id)
+        try:
+            committed = look.result(LOOK_SECONDS)
+        except TimeoutError:
+            why = f"the store {self._options.store} does not answer"
+            self._hung_look = look
+            self._breaker.hold("look", f"{why}; it resumes by itself when it does")
+            raise StoreError(f"{why} within {LOOK_SECONDS:g} s") from None
+        if committed:
             raise Refused(
                 f"sample {sample_id!r} is committed in run {self._run_id}; choose another sample_id"
             )
@@ -385,7 +399,7 @@ class SchedulerSide:
     def take_settled(self) -> list[Outcome]:
         """Requests whose sample is committed or failed since the last call."""
         now = time.monotonic()
-        self._look_after_hung_commits()
+        self._look_after_hung_calls()
         for sample in list(self._samples.values()):
             if sample.commit is not None and sample.commit.done():
                 self._end_commit(sample, sample.commit)
@@ -432,7 +446,11 @@ class SchedulerSide:
                 "committed is known only when the store answers",
             )
 
-    def _look_after_hung_commits(self) -> None:
+    def _look_after_hung_calls(self) -> None:
+        """Whether the store has answered what was given up."""
+        if self._hung_look is not None and self._hung_look.done():
+            self._hung_look = None
+            self._breaker.release("look")
         for name, commit in list(self._hung_commits.items()):
             if commit.done():
                 del self._hung_commits[name]

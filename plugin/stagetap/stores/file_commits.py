@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Collection
 
 import msgspec
 
@@ -64,11 +65,16 @@ class Ledger:
         self._commits = LogFolder(self._commits_directory)
         self._deletes = LogFolder(self._deletes_directory)
 
-    def poll(self) -> tuple[list[CommitEntry], list[DeleteEntry]]:
-        """What was added since the last call that succeeded. Raises CorruptLog or StoreError."""
+    def poll(
+        self, own_writers: Collection[str] = ()
+    ) -> tuple[list[CommitEntry], list[DeleteEntry]]:
+        """What was added since the last call that succeeded. Raises CorruptLog or StoreError.
+
+        Commits of `own_writers` are left out: who writes them knows them.
+        """
         # In this order every deletion that is seen is one of a commit that is seen.
         deletes, delete_marks = self._deletes.read(self._delete_entry)
-        commits, commit_marks = self._commits.read(self._commit_entry)
+        commits, commit_marks = self._commits.read(self._commit_entry, own_writers)
         self._deletes.advance(delete_marks)
         self._commits.advance(commit_marks)
         return commits, deletes

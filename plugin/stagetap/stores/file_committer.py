@@ -30,7 +30,9 @@ class FileStoreCommitter:
 
     def __init__(self, root: str) -> None:
         self._root = root
-        self._lock = threading.Lock()
+        self._writing = threading.Lock()  # held over an fsync, and taken before the next one
+        self._lock = threading.Lock()  # guards the ledger and what is known of commits
+        self._own_writers: set[str] = set()
         self._ledger = Ledger(root)
         self._attempts: dict[tuple[str, str], set[str]] = {}  # committed and not deleted
         self._invariant: Invariant | None = None
@@ -79,9 +81,8 @@ class FileStoreCommitter:
         _check_kind(self._invariant, manifest)
         self._check_fragments(manifest)
         key = (manifest.run_id, manifest.sample_id)
-        with self._lock:
-            self._poll()
-            if key in self._attempts:
+        with self._writing:
+            if self.is_committed(*key):
                 raise DuplicateSample(
                     f"sample {manifest.sample_id!r} of run {manifest.run_id!r} is committed "
                     "already: give it another id or leave it out"
@@ -91,9 +92,11 @@ class FileStoreCommitter:
             body = commit_body(now_ns, manifest)
             if not self._log.usable:
                 self._log = self._new_log()
+            # An fsync may take for ever: who only looks must not wait for it.
             self._log.append(body)
             self._last_commit_ns = now_ns
-            self._attempts[key] = {manifest.attempt}
+            with self._lock:
+                self._attempts[key] = {manifest.attempt}
 
     def record_error(self, ref: SampleRef, stage: int | None, cause: str) -> None:
         """Leave `error.<stage>.json` under the attempt. Raises StoreError."""
@@ -133,11 +136,14 @@ class FileStoreCommitter:
                 raise Refused(f"{self._root} is being swept by `stagetap verify --gc`: wait for it")
 
     def _new_log(self) -> LogWriter:
-        return LogWriter(os.path.join(self._root, COMMITS), new_writer_name())
+        name = new_writer_name()
+        self._own_writers.add(name)
+        return LogWriter(os.path.join(self._root, COMMITS), name)
 
     def _poll(self) -> None:
-        """Learn of all commits and deletions up to now, our own included."""
-        commits, deletes = self._ledger.poll()
+        """Learn of all deletions and of others' commits up to now. The lock is held."""
+        # Not of our own: a line that is being appended may still be taken back.
+        commits, deletes = self._ledger.poll(self._own_writers)
         for commit in commits:
             key = (commit.run_id, commit.sample_id)
             self._attempts.setdefault(key, set()).add(commit.attempt)

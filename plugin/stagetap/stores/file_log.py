@@ -8,7 +8,7 @@ written) from a line that somebody changed (an error, because ignoring it would 
 import os
 import socket
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple, TypeVar
 
 import xxhash
@@ -119,15 +119,19 @@ class LogFolder:
         self._directory = directory
         self._marks: Marks = {}
 
-    def read(self, decode: Callable[[Line], Entry]) -> tuple[list[Entry], Marks]:
+    def read(
+        self, decode: Callable[[Line], Entry], skip: Collection[str] = ()
+    ) -> tuple[list[Entry], Marks]:
         """The entries behind the mark, per log in order, and the mark behind them.
 
-        Nothing counts as read until `advance`: a line that cannot be read loses none before it.
-        Raises CorruptLog for a line that is whole and wrong, StoreError, and what `decode` raises.
+        Logs of the writers in `skip` are passed over. Nothing counts as read until `advance`: a
+        line that cannot be read loses none before it. Raises CorruptLog for a line that is whole
+        and wrong, StoreError, and what `decode` raises.
         """
         with naming("list the logs in", self._directory):
             names = sorted(os.listdir(self._directory))
         writers = [n.removesuffix(LOG_SUFFIX) for n in names if n.endswith(LOG_SUFFIX)]
+        writers = [writer for writer in writers if writer not in skip]
         lost = self._marks.keys() - set(writers)
         if lost:
             path = self._path(min(lost))

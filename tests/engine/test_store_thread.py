@@ -1,4 +1,4 @@
-"""The thread that commits: in order, cancellable until it begins, never in the way of an exit."""
+"""A thread that asks the store: in order, cancellable, never in the way of an exit."""
 
 from __future__ import annotations
 
@@ -6,29 +6,30 @@ import threading
 
 import pytest
 
-from stagetap.engine.committer import Committer
+from stagetap.engine.store_thread import StoreThread
 
 
 def test_in_order_with_results_and_errors() -> None:
     done: list[int] = []
-    committer = Committer()
+    committer = StoreThread("test")
 
-    def work(number: int) -> None:
+    def work(number: int) -> int:
         done.append(number)
         if number == 1:
             raise OSError("disk")
+        return number
 
     futures = [committer.submit(work, number) for number in range(3)]
     assert committer.shutdown(30)
     assert done == [0, 1, 2]
     assert futures[0].exception() is None
     assert isinstance(futures[1].exception(), OSError)
-    assert futures[2].exception() is None
+    assert futures[2].result() == 2
 
 
 def test_what_has_not_begun_can_be_cancelled_and_what_hangs_does_not_hold_the_exit() -> None:
     begun, release = threading.Event(), threading.Event()
-    committer = Committer()
+    committer = StoreThread("test")
 
     def hang() -> None:
         begun.set()

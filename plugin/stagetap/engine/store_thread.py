@@ -1,4 +1,4 @@
-"""One thread that commits, so that an fsync never holds up the next step."""
+"""One thread that asks the store, so that one that does not answer never holds up a step."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from concurrent.futures import Future
 from typing import Any
 
 
-class Committer:
+class StoreThread:
     """Runs calls one after the other, in the order of their submission.
 
-    No ``ThreadPoolExecutor``: Python waits for its threads at exit, and a commit that hangs in a
-    dead file system would keep the process alive.
+    No ``ThreadPoolExecutor``: Python waits for its threads at exit, and a call that hangs in a dead
+    file system would keep the process alive.
     """
 
-    def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[tuple[Future[None], Callable[..., None], Any] | None] = (
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], Any] | None] = (
             queue.SimpleQueue()
         )
-        self._thread = threading.Thread(target=self._serve, name="stagetap-commit", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, function: Callable[..., None], *args: Any) -> Future[None]:
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Queue a call; its future can be cancelled until the call begins."""
-        future: Future[None] = Future()
+        future: Future[Any] = Future()
         self._calls.put((future, function, args))
         return future
 
@@ -41,8 +41,8 @@ class Committer:
             if not future.set_running_or_notify_cancel():
                 continue
             try:
-                function(*args)
+                result = function(*args)
             except BaseException as error:  # noqa: BLE001 -- the future carries it to who asked
                 future.set_exception(error)
             else:
-                future.set_result(None)
+                future.set_result(result)
