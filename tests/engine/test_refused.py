@@ -194,6 +194,23 @@ def test_plain_vllm_serve_prints_one_line_and_stops(
     assert not store.exists()
 
 
+def test_stagetap_serve_exits_as_its_other_refusals_do(
+    checkpoint: Callable[..., str], tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "stagetap", "serve", checkpoint("llama"), "--layers", "2,6"]
+    child = subprocess.run(
+        [*command, "--store", tmp_path / "store", "--", "--enable-lora"],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert child.returncode == 2
+    (line,) = refusals(child.stderr)
+    assert "--enable-lora" in line
+    assert "Traceback" not in child.stderr
+
+
 def test_the_shipped_config_means_what_it_says() -> None:
     path = Path(__file__).parents[2] / "configs" / "serve" / "two_stages.yaml"
     assert Arm("engine.jobs:parsed_config", None, {"path": str(path)}).run() == {

@@ -74,6 +74,10 @@ def check(sample: Sample) -> str:
 def test_by_position_by_id_and_in_a_row(dataset: HiddenStatesDataset) -> None:
     assert len(dataset) == COUNT
     assert dataset.sample_ids == IDS
+    assert all(name in dataset for name in IDS)
+    assert "nosuch" not in dataset
+    with pytest.raises(TypeError, match="only a sample id"):
+        assert dataset[0] in dataset
     assert [check(sample) for sample in dataset] == IDS
     assert [check(dataset[number]) for number in range(COUNT)] == IDS
     assert [check(dataset[sample_id]) for sample_id in reversed(IDS)] == IDS[::-1]

@@ -41,6 +41,9 @@ def serve_command(
     """
     from stagetap.cli.model_facts import model_facts
     from stagetap.engine.environment import engine_environment, is_cpu_build
+    from stagetap.engine.flags import further_options
+    from stagetap.engine.refusal import FRONT_END_ENV
+    from stagetap.options import connector_options
     from stagetap.patchstack import require_applied
     from stagetap.stores.base import check_store, file_root
 
@@ -52,6 +55,7 @@ def serve_command(
     if total is not None:
         check_stage_count(pp, total)
     check_store(store, ids)
+    connector_options({"layers": ids, "store": store, **further_options(_given(context.args))})
     if not dry_run:
         require_applied()
     command = [
@@ -67,12 +71,24 @@ def serve_command(
     ]
     environment = engine_environment(pp, tp)
     if not dry_run:
-        os.execve(command[0], command, {**os.environ, **environment})
+        front_end = {FRONT_END_ENV: str(os.getpid())}  # an exec keeps it
+        os.execve(command[0], command, {**os.environ, **environment, **front_end})
     if as_json:
         print_json({"command": command, "environment": environment})
         return
     settings = [f"{name}={shlex.quote(value)}" for name, value in sorted(environment.items())]
     results().print(" ".join([*settings, shlex.join(command)]), soft_wrap=True)
+
+
+def _given(arguments: list[str]) -> str | None:
+    """What vLLM's arguments say as ``--stagetap-options``."""
+    flag = "--stagetap-options"
+    for position, argument in enumerate(arguments):
+        if argument == flag:
+            return next(iter(arguments[position + 1 :]), None)
+        if argument.startswith(f"{flag}="):
+            return argument.removeprefix(f"{flag}=")
+    return None
 
 
 def _vllm_command() -> str:

@@ -64,16 +64,19 @@ def apply_flags(args: argparse.Namespace) -> None:
                 "store into kv_connector_extra_config instead"
             )
         args.kv_transfer_config = kv_transfer_config(
-            list(parse_layer_ids(layers)), store, **_further_options(options)
+            list(parse_layer_ids(layers)), store, **further_options(options)
         )
 
 
-def _further_options(text: str | None) -> dict[str, Any]:
+def further_options(text: str | None) -> dict[str, Any]:
     """What ``--stagetap-options`` says; names and types are checked with the other options."""
     try:
         options = json.loads(text or "{}")
     except json.JSONDecodeError as error:
-        raise Refused(f"--stagetap-options is no JSON: {error}") from None
+        raise Refused(
+            f"--stagetap-options {text!r} is no JSON ({error}); write it like "
+            "'{\"publish_timeout_s\": 30}'"
+        ) from None
     if not isinstance(options, dict):
         raise Refused("--stagetap-options must be a JSON object")
     if twice := sorted({"layers", "store"} & options.keys()):

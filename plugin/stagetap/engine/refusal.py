@@ -22,6 +22,13 @@ REFUSAL_FILE_ENV = "STAGETAP_REFUSAL_FILE"
 """Set by ``stagetap`` commands: where a child process leaves the reason why it did not start."""
 
 
+FRONT_END_ENV = "STAGETAP_FRONT_END"
+"""Set by ``stagetap serve`` to the pid of the process that becomes the server."""
+
+REFUSED_EXIT = 2
+"""Exit code of a ``stagetap`` command that was refused."""
+
+
 @contextmanager
 def announced() -> Iterator[None]:
     """Print ``stagetap: refused: ...`` for a StageTapError raised inside.
@@ -38,4 +45,6 @@ def announced() -> Iterator[None]:
                 file.write(line)
         else:
             os.write(2, line)  # not sys.stderr, whose lines vLLM prefixes with the process's name
+        if os.environ.get(FRONT_END_ENV) == str(os.getpid()):
+            os._exit(REFUSED_EXIT)  # it owns no process yet, and a traceback would bury the line
         raise StartRefused(str(error)) from error

@@ -281,7 +281,11 @@ class SchedulerSide:
     def accepted_params(self, request_id: str) -> dict[str, Any] | None:
         """What goes out with the final output of a request whose sample is being saved."""
         sample = self._samples.get(request_id)
-        return None if sample is None else {PARAMS_KEY: self._params(sample, "accepted")}
+        if sample is None:
+            return None
+        params = self._params(sample, "accepted")
+        del params["bytes"]  # nothing is stored yet
+        return {PARAMS_KEY: params}
 
     def _order(
         self, sample: _Sample, request: Request, rows: int, block_ids: tuple[list[int], ...]

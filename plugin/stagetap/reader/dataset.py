@@ -109,6 +109,13 @@ class HiddenStatesDataset(Dataset[Sample]):
         """
         return self._load(self._entry(key))
 
+    def __contains__(self, sample_id: object) -> bool:
+        """Whether ``self[sample_id]`` finds a sample. Raises TypeError for what is no id."""
+        if not isinstance(sample_id, str):
+            # Python's own way would read every sample and compare it.
+            raise TypeError(f"only a sample id can be in a dataset, not {type(sample_id).__name__}")
+        return bool(self._order.named(sample_id))
+
     def __iter__(self) -> Iterator[Sample]:
         position = 0
         while position < len(self):

@@ -187,6 +187,28 @@ def test_serve_prints_a_line_for_a_shell(stagetap: Command, checkpoint: Path) ->
     assert "my data'" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ('{"slotz": 4}', "unknown key 'slotz'"),
+        ('{"slots": "4"}', "slots: expected int"),
+        ("slots=4", "write it like"),
+        ("[1]", "must be a JSON object"),
+        ('{"store": "x"}', "store has a flag of its own"),
+    ],
+)
+@pytest.mark.parametrize("form", ["two words", "one word"])
+def test_serve_checks_the_connectors_options(
+    stagetap: Command, checkpoint: Path, options: str, named: str, form: str
+) -> None:
+    flag = "--stagetap-options"
+    given = [flag, options] if form == "two words" else [f"{flag}={options}"]
+    done = stagetap(
+        *("serve", checkpoint, "--layers", "2", "--store", "x", "--dry-run", "--", *given)
+    )
+    assert (done.code, named in done.stderr) == (2, True), done.stderr
+
+
 def test_serve_refuses_before_vllm(stagetap: Command, checkpoint: Path) -> None:
     done = stagetap("serve", checkpoint, "--layers", "7", "--store", "x")
     assert (done.code, "7 is above 6" in done.stderr) == (2, True)
