@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,9 +40,6 @@ def connector_part(name: str, **changes: Any) -> dict[str, Any]:
 
 def beside_others(model: str, store: str) -> Any:
     """Export beside a producing connector; then meet one that brings KV against its word."""
-    from stagetap.engine.environment import engine_environment
-
-    os.environ.update(engine_environment(2, 1))
     from vllm import EngineArgs
     from vllm.config import KVTransferConfig
     from vllm.v1.engine.llm_engine import LLMEngine

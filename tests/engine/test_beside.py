@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from engine.harness import TESTS, Arm
+from stagetap.engine.environment import engine_environment
 
 pytestmark = pytest.mark.engine
 
@@ -23,6 +24,7 @@ def seen(checkpoint: Callable[..., str], stores: Callable[[str], Path]) -> dict[
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
             "PYTHONPATH": str(TESTS / "faults"),
+            **engine_environment(2, 1),  # vLLM reads some of it when it is imported
         },
     )
     found: dict[str, Any] = arm.run()

@@ -66,6 +66,14 @@ class Loading(Producing):
         whole = (request.num_prompt_tokens - 1) // self.BLOCK * self.BLOCK
         return max(0, whole - computed), False
 
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return None, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return False, None
+
 
 class NoGroups(KVConnectorBase_V1):
     """Knows one KV cache group only."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
+    from stagetap.engine.connector import StageTapConnector
     from stagetap.engine.scheduler_side import Outcome, SchedulerSide
 
 IDLE_STEP_SECONDS = (0.001, 0.02)
@@ -55,6 +56,14 @@ class CommitBarrier:
             return
         output = EngineCoreOutput(request_id=request.request_id, new_token_ids=[])
         self._refused.append((request.client_index, _ended(output, refusal)))
+
+    def get_kv_connector(self) -> StageTapConnector:
+        """Whom the engine core gives what the workers said at start: ours, also beside others.
+
+        MultiConnector would hand these facts to all its connectors, and those that know nothing of
+        pipeline stages would stop the engine over them.
+        """
+        return stagetap_connector(self.connector)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
