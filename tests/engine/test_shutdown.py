@@ -43,7 +43,7 @@ def test_what_is_published_in_time_commits_and_the_rest_fails_by_name(
     faults.write_text(json.dumps([*hung, slow]))
     arguments = [
         *(checkpoint("llama"), "--layers", "0,6", "--store", str(store), "--pp", "2", "--"),
-        *("--served-model-name", "tiny", "--skip-tokenizer-init", "--shutdown-timeout", "6"),
+        *("--served-model-name", "tiny", "--skip-tokenizer-init", "--shutdown-timeout", "10"),
     ]
     environment = {"PYTHONPATH": str(TESTS / "faults"), "STAGETAP_FAULTS": str(faults)}
     log = tmp_path / "log"

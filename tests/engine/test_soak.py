@@ -14,5 +14,5 @@ def test_a_short_soak() -> None:
     report = soak(minutes=0.6, clients=10, seed=7, notes=Console(stderr=True))
     assert report["wrong"] == []
     ends = ("committed", "failed", "aborted", "refused")
-    assert sum(report[outcome] for outcome in ends) == report["sent"] > 100
+    assert sum(report[outcome] for outcome in ends) == report["sent"] > 20
     assert not any(report["left"].values())
