@@ -45,7 +45,8 @@ def test_a_killed_engine_ends_the_capture(
         assert sample.input_ids.tolist() == prompts[sample.sample_id]
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [0, 1])
 def test_a_broken_invariant_ends_the_engine_at_once_and_loudly(
     checkpoint: Callable[..., str], stores: Callable[[str], Path], stage: int
 ) -> None:

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.engine
 
 
 def test_a_short_soak() -> None:
-    report = soak(minutes=0.6, clients=10, seed=7, notes=Console(stderr=True))
+    report = soak(minutes=0.5, clients=10, seed=7, notes=Console(stderr=True))
     assert report["wrong"] == []
     ends = ("committed", "failed", "aborted", "refused")
     assert sum(report[outcome] for outcome in ends) == report["sent"] > 20
