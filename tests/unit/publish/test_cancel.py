@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,18 +72,6 @@ class Rows:
         self.calls += 1
         self._first()
         self._source(start, end, out)
-
-
-@pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore()
-
-
-@pytest.fixture
-def publisher(store: MemoryStore) -> Iterator[Publisher]:
-    publisher = make_publisher(store)
-    yield publisher
-    assert publisher.shutdown(10) == []
 
 
 def counted(sample_id: str, tokens: int) -> tuple[FragmentJob, Rows]:

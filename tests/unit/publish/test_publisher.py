@@ -2,7 +2,6 @@
 
 import math
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,18 +15,6 @@ from stagetap.publish.publisher import Gather, Publisher
 from stagetap.stores.base import FragmentHeader
 from store_samples import drain, job, owned, states, tapped, token_ids
 from unit.publish.memory_store import ROW_BYTES, WHAT, MemoryStore, fail, make_publisher, ref
-
-
-@pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore()
-
-
-@pytest.fixture
-def publisher(store: MemoryStore) -> Iterator[Publisher]:
-    publisher = make_publisher(store)
-    yield publisher
-    publisher.shutdown(10)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 4, 5, 33])
