@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from stagetap.engine.connector import StageTapConnector
-    from stagetap.engine.scheduler_side import Outcome, SchedulerSide
+    from stagetap.engine.outcome import Outcome
+    from stagetap.engine.scheduler_side import SchedulerSide
 
 IDLE_STEP_SECONDS = (0.001, 0.02)
 """Pauses after steps that ran nothing, the first and the longest one. Each doubles the last: an

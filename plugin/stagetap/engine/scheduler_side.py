@@ -22,16 +22,17 @@ from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
 from stagetap.breaker import Breaker
+from stagetap.engine.admission import Admission, Admitted
 from stagetap.engine.agreement import agree
 from stagetap.engine.checkpoint import checkpoint_fingerprint
 from stagetap.engine.messages import SaveOrder, WorkerFacts, WorkerNews
 from stagetap.engine.metrics import StageTapStats, StatsOutbox
 from stagetap.engine.orphan import end_with_parent
-from stagetap.engine.requests import stagetap_params
+from stagetap.engine.outcome import Outcome
 from stagetap.engine.store_thread import StoreThread
-from stagetap.errors import Refused, StageTapError, StoreError
+from stagetap.errors import StageTapError
 from stagetap.manifest import MANIFEST_VERSION, Fragment, Manifest, Tapped, token_digest
-from stagetap.options import PARAMS_KEY, ConnectorOptions, RequestOptions, request_options
+from stagetap.options import PARAMS_KEY, ConnectorOptions, RequestOptions
 from stagetap.stores.base import SampleRef, open_store_committer
 
 if TYPE_CHECKING:
@@ -40,9 +41,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own name
-
-LOOK_SECONDS = 5.0
-"""How long one look whether a sample is committed may hold up the engine."""
 
 COMMIT_DRAIN_SECONDS = 10.0
 """How long a scheduler that shuts down waits for the commits under way."""
@@ -58,24 +56,6 @@ class State(enum.Enum):
     PENDING = "pending"
     SAVING = "saving"
     COMMITTING = "committing"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How an exporting request ended.
-
-    Attributes:
-        request_id: vLLM's id.
-        params: goes out as ``kv_transfer_params.stagetap`` of the final output.
-    """
-
-    request_id: str
-    params: dict[str, Any]
-
-    @property
-    def failed(self) -> bool:
-        """Whether the request shall end with finish_reason ``error``."""
-        return bool(self.params["state"] == "failed")
 
 
 @dataclass
@@ -114,7 +94,6 @@ class SchedulerSide:
         self._nonce = uuid.uuid4().hex
         self._store.leave_nonce(self._nonce)
         self._committer = StoreThread("stagetap-commit")
-        self._looker = StoreThread("stagetap-look")
         self._owners: Mapping[int, WorkerFacts] = {}  # what the first rank of each one said
         self._tapped: Tapped | None = None
         self._breaker = Breaker(options.max_consecutive_failures, time.monotonic)
@@ -125,10 +104,16 @@ class SchedulerSide:
         self._orders: list[SaveOrder] = []
         self._dropped: list[SampleRef] = []  # dead attempts that workers may still be publishing
         self._settled: list[Outcome] = []
-        self._hung_look: Future[bool] | None = None
-        self._hung_commits: dict[str, Future[None]] = {}  # by the sample id that they hold
         self._drain_deadline = float("inf")
         self._outbox = StatsOutbox()
+        self._admission = Admission(
+            run_id=self._run_id,
+            store=self._store,
+            address=options.store,
+            breaker=self._breaker,
+            outbox=self._outbox,
+            under_way=self._names.__contains__,
+        )
 
     # Start ---------------------------------------------------------------------------------
 
@@ -153,34 +138,11 @@ class SchedulerSide:
     # A request ------------------------------------------------------------------------------
 
     def admit(self, request: Request) -> Outcome | None:
-        """Note a new request if it exports; an Outcome means that it must not run.
-
-        The front end has checked its options; what only this process knows is checked here: a
-        sample that is committed already, or under way, and whether exporting is suspended.
-        """
-        params = stagetap_params(request.kv_transfer_params)
-        if params is None:
-            return None
-        try:
-            options = request_options(params)
-        except Refused as error:
-            return self._turned_away(request, None, str(error), HTTPStatus.BAD_REQUEST)
-        if not options.export:
-            return None
-        sample_id = options.sample_id or uuid.uuid4().hex
-        self._look_after_hung_calls()
-        suspended = self._breaker.admit(request.request_id)
-        if suspended is not None:
-            return self._turned_away(request, sample_id, suspended, HTTPStatus.SERVICE_UNAVAILABLE)
-        try:
-            self._refuse_duplicate(sample_id)
-        except StageTapError as error:
-            self._breaker.abandoned(request.request_id)
-            if isinstance(error, Refused):
-                return self._turned_away(request, sample_id, str(error), HTTPStatus.BAD_REQUEST)
-            cause = f"sample {sample_id!r}, store {self._options.store}: {error}"
-            self._breaker.failed(request.request_id, cause)
-            return self._turned_away(request, sample_id, cause, HTTPStatus.INTERNAL_SERVER_ERROR)
+        """Note a new request if it exports; an Outcome means that it must not run."""
+        admitted = self._admission.ask(request)
+        if not isinstance(admitted, Admitted):
+            return admitted
+        sample_id, options = admitted.sample_id, admitted.options
         sample = _Sample(
             request_id=request.request_id,
             ref=SampleRef(run_id=self._run_id, sample_id=sample_id, attempt=uuid.uuid4().hex[:16]),
@@ -193,44 +155,6 @@ class SchedulerSide:
         if options.completion == "committed":
             self._awaited.add(request.request_id)
         return None
-
-    def _turned_away(
-        self, request: Request, sample_id: str | None, cause: str, status: HTTPStatus
-    ) -> Outcome:
-        store_failed = status is HTTPStatus.INTERNAL_SERVER_ERROR
-        self._outbox.stats.count_sample("failed" if store_failed else "refused")
-        params = {
-            "sample_id": sample_id,
-            "run_id": self._run_id,
-            "state": "failed",
-            "error": cause,
-            "status": int(status),
-        }
-        return Outcome(request.request_id, params)
-
-    def _refuse_duplicate(self, sample_id: str) -> None:
-        if sample_id in self._hung_commits:
-            raise Refused(
-                f"a commit of sample {sample_id!r} was given up, but the store has not answered "
-                "yet, so it may still appear; wait, or choose another sample_id"
-            )
-        if sample_id in self._names:
-            raise Refused(
-                f"sample {sample_id!r} is under way in another request; one exporting request is "
-                "one sample: give each prompt its own sample_id"
-            )
-        look = self._looker.submit(self._store.is_committed, self._run_id, sample_id)
-        try:
-            committed = look.result(LOOK_SECONDS)
-        except TimeoutError:
-            why = f"the store {self._options.store} does not answer"
-            self._hung_look = look
-            self._breaker.hold("look", f"{why}; it resumes by itself when it does")
-            raise StoreError(f"{why} within {LOOK_SECONDS:g} s") from None
-        if committed:
-            raise Refused(
-                f"sample {sample_id!r} is committed in run {self._run_id}; choose another sample_id"
-            )
 
     def is_prefill_only(self, request_id: str) -> bool:
         """Whether a request ends with its prompt and samples nothing."""
@@ -403,7 +327,7 @@ class SchedulerSide:
     def take_settled(self) -> list[Outcome]:
         """Requests whose sample is committed or failed since the last call."""
         now = time.monotonic()
-        self._look_after_hung_calls()
+        self._admission.look_after_hung_calls()
         for sample in list(self._samples.values()):
             if sample.commit is not None and sample.commit.done():
                 self._end_commit(sample, sample.commit)
@@ -443,26 +367,12 @@ class SchedulerSide:
         elif sample.commit.cancel():
             self._fail(sample, f"sample {name!r}: {where} did not take its commit {waited}")
         else:
-            self._hung_commits[name] = sample.commit
+            self._admission.hold_id(name, sample.commit)
             self._fail(
                 sample,
                 f"sample {name!r}: {where} did not answer to its commit {waited}; whether it was "
                 "committed is known only when the store answers",
             )
-
-    def _look_after_hung_calls(self) -> None:
-        """Whether the store has answered what was given up."""
-        if self._hung_look is not None and self._hung_look.done():
-            self._hung_look = None
-            self._breaker.release("look")
-        for name, commit in list(self._hung_commits.items()):
-            if commit.done():
-                del self._hung_commits[name]
-                logger.warning(
-                    "stagetap: the commit of sample %r that was given up has ended: %s",
-                    name,
-                    commit.exception() or "it was committed",
-                )
 
     def _fail(self, sample: _Sample, cause: str) -> None:
         logger.error("stagetap: %s", cause)
@@ -515,7 +425,7 @@ class SchedulerSide:
             "orders": len(self._orders),
             "dropped": len(self._dropped),
             "settled": len(self._settled),
-            "hung_commits": len(self._hung_commits),
+            "hung_commits": self._admission.held_ids,
         }
 
     def shutdown(self) -> None:
