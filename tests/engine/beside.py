@@ -8,8 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from engine.driver import Driver, leftovers
 from engine.harness import random_prompts
-from engine.lifecycle import Driver, leftovers
 from stagetap import open_dataset
 
 

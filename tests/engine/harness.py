@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,6 +81,14 @@ def random_prompts(lengths: Iterable[int], seed: int = 0, vocabulary: int = 500)
     """One prompt of random token ids per length."""
     rng = random.Random(seed)
     return [[rng.randrange(3, vocabulary) for _ in range(length)] for length in lengths]
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
+    """Ask until something holds that happens by itself."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.05)
 
 
 def refusals(stderr: str) -> list[str]:

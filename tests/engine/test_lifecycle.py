@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.harness import TESTS, Arm
-from engine.lifecycle import FAILURES
+from engine.scenarios.failing import FAILURES
 
 pytestmark = pytest.mark.engine
 
@@ -26,7 +26,7 @@ def scenarios(
     tp: int = 1,
     **environment: str,
 ) -> dict[str, Any]:
-    """Run scenarios of `engine.lifecycle` in one engine of two stages; its core is in-process."""
+    """Run scenarios of `engine.scenarios` in one engine of two stages; its core is in-process."""
     faults = folder / "faults.json"
     faults.write_text("[]")
     session = {
@@ -52,7 +52,7 @@ def scenarios(
         },
     }
     arm = Arm(
-        "engine.lifecycle:all_scenarios",
+        "engine.scenarios.run:all_scenarios",
         session,
         {"store": str(store), "fault_file": str(faults), "names": names},
         {

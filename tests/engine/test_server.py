@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,8 +13,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.harness import server
-from engine.lifecycle import relative_error
+from engine.distance import relative_error
+from engine.harness import server, wait_for
 from stagetap import open_dataset
 
 pytestmark = pytest.mark.engine
@@ -47,13 +46,6 @@ class Served:
         ]
         assert len(found) == 1, (name, found)
         return float(found[0])
-
-    def until(self, condition: Callable[[], bool], seconds: float = 20) -> None:
-        """Wait until something holds."""
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
 
     def complete(self, stagetap: Any = None, **changes: Any) -> httpx.Response:
         """Post :meth:`body` to ``/v1/completions``."""
@@ -243,7 +235,7 @@ def test_a_client_that_goes_away_leaves_no_sample(served: Served) -> None:
     body = served.body({"sample_id": "gone-away"}, max_tokens=400, stream=True, ignore_eos=True)
     with served.client.stream("POST", "/v1/completions", json=body) as answer:
         next(answer.iter_lines())
-    served.until(lambda: served.metric("samples_aborted_total") == before + 1)
+    wait_for(lambda: served.metric("samples_aborted_total") == before + 1)
     assert served.metric("samples_under_way") == 0
     assert "gone-away" not in served.committed()
     assert served.complete({"sample_id": "gone-away"}).status_code == 200
@@ -285,7 +277,7 @@ def test_every_one_of_64_clients_gets_its_own_states(served: Served) -> None:
         assert alone.status_code == 200, alone.text
     dataset.refresh()
     last = {  # one row a sample, its last: [H]
-        kind: {n: dataset[f"{kind}-{n}"].last_hidden_states[-1].double() for n in exported}
+        kind: {n: dataset[f"{kind}-{n}"].last_hidden_states[-1] for n in exported}
         for kind in ("crowd", "alone")
     }
     for number in exported:
@@ -294,7 +286,7 @@ def test_every_one_of_64_clients_gets_its_own_states(served: Served) -> None:
             (crowd.hidden_states, alone.hidden_states),
             (crowd.last_hidden_states, alone.last_hidden_states),
         ):
-            assert relative_error(found.double(), expected.double()) <= 2e-2
+            assert relative_error(found, expected) <= 2e-2
         errors = {
             other: relative_error(last["crowd"][number], reference)
             for other, reference in last["alone"].items()
@@ -306,11 +298,11 @@ def test_every_one_of_64_clients_gets_its_own_states(served: Served) -> None:
 def test_metrics_say_what_happened(served: Served) -> None:
     committed = len(served.committed())
     assert served.complete({"sample_id": "counted"}).status_code == 200
-    served.until(lambda: served.metric("samples_under_way") == 0)
+    wait_for(lambda: served.metric("samples_under_way") == 0)
     assert served.metric("samples_committed_total") == committed + 1
     refused = served.metric("samples_refused_total")
     assert served.complete({"sample_id": "counted"}).status_code == 400
-    served.until(lambda: served.metric("samples_refused_total") == refused + 1)
+    wait_for(lambda: served.metric("samples_refused_total") == refused + 1)
     for stage in ("0", "1"):
         assert served.metric("fragments_stored_total", stage=stage) >= committed + 1
         assert served.metric("fragment_bytes_total", stage=stage) > 0

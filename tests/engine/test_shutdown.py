@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.harness import TESTS, server
+from engine.harness import TESTS, server, wait_for
 from stagetap import open_dataset
 
 pytestmark = pytest.mark.engine
@@ -90,10 +89,3 @@ def under_way(client: httpx.Client) -> int:
     lines = client.get("/metrics").text.splitlines()
     (line,) = (one for one in lines if one.startswith("stagetap_samples_under_way{"))
     return int(float(line.split()[-1]))
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
