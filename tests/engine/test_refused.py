@@ -42,7 +42,9 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "negative id": ({"options": {**GOOD, "layers": [-1]}}, ["-1 is negative"]),
     "bool": ({"options": {**GOOD, "layers": [True]}}, ["True is not a layer id"]),
     "string id": ({"options": {**GOOD, "layers": ["3"]}}, ["'3' is not a layer id"]),
-    "string": ({"options": {**GOOD, "layers": "3"}}, ["must be a list", "'3'"]),
+    "chosen ids": ({"options": {**GOOD, "layers": "2, last"}}, []),
+    "unknown choice": ({"options": {**GOOD, "layers": "eagle2"}}, ["'eagle2'", "eagle3"]),
+    "shallow choice": ({"options": {**GOOD, "layers": "eagle3"}}, ["eagle3", "of 6 layers"]),
     "consumer": ({"transfer": {"kv_role": "kv_consumer"}}, ["kv_consumer", "kv_producer"]),
     "compiled": ({"engine": {"enforce_eager": False}}, ["--enforce-eager"]),
     "scheduler class": (

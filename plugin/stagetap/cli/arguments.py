@@ -9,17 +9,13 @@ from typing import Annotated, Any
 import typer
 
 from stagetap.errors import Refused
+from stagetap.layer_choice import HELP
 
 JsonOption = Annotated[bool, typer.Option("--json", help="One line of JSON on stdout.")]
 ModelOption = Annotated[
     str, typer.Option("--model", help="A checkpoint folder, a Hugging Face name, or smollm2.")
 ]
-LayersOption = Annotated[
-    str,
-    typer.Option(
-        "--layers", help="Layer ids between commas, such as 2,15,27,30; 0 is the embedding output."
-    ),
-]
+LayersOption = Annotated[str, typer.Option("--layers", help=HELP)]
 PpOption = Annotated[int, typer.Option("--pp", min=1, help="Pipeline stages.")]
 TpOption = Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks of each stage.")]
 MaxLenOption = Annotated[

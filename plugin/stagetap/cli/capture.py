@@ -20,8 +20,8 @@ from stagetap.cli.arguments import (
 from stagetap.cli.interrupt import INTERRUPTED_EXIT
 from stagetap.cli.output import human_bytes, notes, print_json, results, stdout_kept_clean
 from stagetap.errors import Refused
+from stagetap.layer_choice import choose_layers
 from stagetap.models import resolve_model
-from stagetap.taps import parse_layer_ids
 
 DEFAULT_RUN = "capture"
 _MIB = 1024 * 1024
@@ -66,12 +66,14 @@ def capture_command(
     optionally id and metadata.
     """
     from stagetap.cli.capture_job import CaptureJob
+    from stagetap.cli.model_facts import model_facts
 
     if not run:
         raise Refused("--run is empty: name the run, or leave the option out")
+    model = resolve_model(model)
     job = CaptureJob(
-        model=resolve_model(model),
-        layers=parse_layer_ids(layers),
+        model=model,
+        layers=choose_layers(layers, model_facts(model).num_hidden_layers),
         out=out,
         run_id=run,
         pp=pp,

@@ -20,8 +20,8 @@ from stagetap.cli.arguments import (
 )
 from stagetap.cli.output import activity, notes, print_json, results, table
 from stagetap.errors import Refused
+from stagetap.layer_choice import choose_layers
 from stagetap.models import resolve_model
-from stagetap.taps import parse_layer_ids, validate_layer_ids
 
 if TYPE_CHECKING:
     from stagetap.equivalence.prove import Proof
@@ -90,7 +90,7 @@ def equivalence_command(
         engine_args["max_num_batched_tokens"] = max_num_batched_tokens
     arm = Arm(
         model=model,
-        layers=validate_layer_ids(parse_layer_ids(layers), facts.num_hidden_layers),
+        layers=choose_layers(layers, facts.num_hidden_layers),
         pp=pp,
         tp=tp,
         partition=parse_partition(partition) if partition else None,

@@ -14,8 +14,9 @@ import typer
 from stagetap.cli.arguments import JsonOption, LayersOption, MaxLenOption, PpOption, TpOption
 from stagetap.cli.output import print_json, results
 from stagetap.errors import Refused
+from stagetap.layer_choice import choose_layers
 from stagetap.models import resolve_model
-from stagetap.taps import check_stage_count, parse_layer_ids, validate_layer_ids
+from stagetap.taps import check_stage_count
 
 
 def serve_command(
@@ -51,7 +52,7 @@ def serve_command(
         raise Refused("--json describes a --dry-run; add --dry-run or drop --json")
     name, model = model, resolve_model(model)
     total = model_facts(model).num_hidden_layers
-    ids = validate_layer_ids(parse_layer_ids(layers), total)
+    ids = choose_layers(layers, total)
     if total is not None:
         check_stage_count(pp, total)
     check_store(store, ids)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from stagetap.engine.refusal import announced
 from stagetap.errors import Refused
+from stagetap.layer_choice import HELP, check_choice, choose_layers, needs_model
 from stagetap.options import CONNECTOR_NAME
-from stagetap.taps import parse_layer_ids
 
 if TYPE_CHECKING:
     import argparse
@@ -21,10 +22,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--stagetap-layers",
-        metavar="IDS",
+        metavar="CHOICE",
         default=None,
-        help="Layer ids to capture, between commas: 0 is the embedding output, k the residual "
-        "stream after layer k-1, num_hidden_layers the last one before the final norm.",
+        help=HELP,
     )
     group.add_argument(
         "--stagetap-store",
@@ -63,9 +63,9 @@ def apply_flags(args: argparse.Namespace) -> None:
                 "--stagetap-layers and --kv-transfer-config exclude each other; put layers and "
                 "store into kv_connector_extra_config instead"
             )
-        args.kv_transfer_config = kv_transfer_config(
-            list(parse_layer_ids(layers)), store, **further_options(options)
-        )
+        check_choice(layers)
+        chosen = layers if needs_model(layers) else choose_layers(layers, None)
+        args.kv_transfer_config = kv_transfer_config(chosen, store, **further_options(options))
 
 
 def further_options(text: str | None) -> dict[str, Any]:
@@ -84,15 +84,21 @@ def further_options(text: str | None) -> dict[str, Any]:
     return options
 
 
-def kv_transfer_config(layers: list[int], store: str, **options: Any) -> Any:
+def kv_transfer_config(layers: str | Sequence[int], store: str, **options: Any) -> Any:
     """vLLM's ``KVTransferConfig`` for a StageTap engine, for ``LLM(kv_transfer_config=...)``.
 
-    Further options are those of :class:`stagetap.options.ConnectorOptions`.
+    Layers are ids, or a choice as :mod:`stagetap.layer_choice` has them, which vLLM's finished
+    configuration turns into ids. Further options are those of
+    :class:`stagetap.options.ConnectorOptions`.
     """
     from vllm.config import KVTransferConfig
 
     return KVTransferConfig(
         kv_connector=CONNECTOR_NAME,
         kv_role="kv_producer",
-        kv_connector_extra_config={"layers": layers, "store": store, **options},
+        kv_connector_extra_config={
+            "layers": layers if isinstance(layers, str) else list(layers),
+            "store": store,
+            **options,
+        },
     )

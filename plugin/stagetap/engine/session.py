@@ -9,7 +9,6 @@ import threading
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -39,7 +38,7 @@ class Prompt:
 class Captured:
     """How one prompt ended: committed, or failed with ``error``.
 
-    ``suspended``: it was not run, since too many others had failed.
+    ``suspended``: it was not run, since exporting was suspended.
     """
 
     sample_id: str
@@ -54,7 +53,8 @@ class CaptureSession:
 
     Args:
         model: a checkpoint folder.
-        layers: asked layer ids, in the order in which the reader shall give them back.
+        layers: asked layer ids, in the order in which the reader shall give them back, or a choice
+            as :mod:`stagetap.layer_choice` has them.
         store: where samples go.
         pp: pipeline stages.
         tp: tensor-parallel ranks of each stage.
@@ -73,7 +73,7 @@ class CaptureSession:
         self,
         model: str,
         *,
-        layers: Sequence[int],
+        layers: str | Sequence[int],
         store: str,
         pp: int = 1,
         tp: int = 1,
@@ -108,7 +108,7 @@ class CaptureSession:
             refusal = Path(folder, "refusal")
             os.environ[REFUSAL_FILE_ENV] = str(refusal)
             try:
-                self._engine = _start(arguments, list(layers), store, options)
+                self._engine = _start(arguments, layers, store, options)
             except StartRefused as error:
                 raise Refused(str(error)) from None
             except Exception as error:
@@ -210,7 +210,7 @@ class CaptureSession:
 
 
 def _start(
-    arguments: dict[str, Any], layers: list[int], store: str, options: dict[str, Any]
+    arguments: dict[str, Any], layers: str | Sequence[int], store: str, options: dict[str, Any]
 ) -> Any:
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -244,5 +244,5 @@ def _captured(output: Any) -> Captured:
         tokens=outcome.get("tokens", 0),
         bytes=outcome.get("bytes", 0),
         error=error,
-        suspended=outcome.get("status") == HTTPStatus.SERVICE_UNAVAILABLE,
+        suspended=outcome.get("suspended", False),
     )

@@ -247,7 +247,8 @@ def test_an_engine_that_refuses(capture: Command, sessions: type[StoreSession]) 
         ("2,2", "2 is asked for more than once"),
         ("7", "7 is above 6"),
         ("-1", "-1 is negative"),
-        ("a", "'a' is not a layer id"),
+        ("a", "'a' is no choice of layers"),
+        ("eagle3", "eagle3 would tap [2, 3, 3, 6] of 6 layers"),
         ("", "layers is empty"),
     ],
 )
