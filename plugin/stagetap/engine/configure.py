@@ -12,6 +12,7 @@ from stagetap.engine.families import check_architecture
 from stagetap.engine.refusal import announced
 from stagetap.engine.series import check_series
 from stagetap.errors import Refused
+from stagetap.layer_choice import choose_layers
 from stagetap.options import CONNECTOR_NAME, ConnectorOptions, connector_options
 from stagetap.stores.base import check_store
 from stagetap.taps import check_stage_count, validate_layer_ids
@@ -86,9 +87,10 @@ def configure(config: VllmConfig) -> None:
         return
     with announced():
         check_series()
+        total = config.model_config.get_total_num_hidden_layers()
+        _resolve_layers(config, total)
         options = options_of(config)
         _check_engine(config)
-        total = config.model_config.get_total_num_hidden_layers()
         validate_layer_ids(options.layers, total)
         check_stage_count(config.parallel_config.pipeline_parallel_size, total)
         check_store(options.store, options.layers)
@@ -99,6 +101,13 @@ def configure(config: VllmConfig) -> None:
     # Part of vLLM's compilation hash: code compiled with taps is not code compiled without.
     if isinstance(config.additional_config, dict):
         config.additional_config["stagetap_layers"] = list(options.layers)
+
+
+def _resolve_layers(config: VllmConfig, num_hidden_layers: int) -> None:
+    """Put ids in the place of a choice of layers: every other process is handed ids."""
+    extra = _own_transfer(config)["kv_connector_extra_config"]
+    if isinstance(extra.get("layers"), str):
+        extra["layers"] = list(choose_layers(extra["layers"], num_hidden_layers))
 
 
 def _check_engine(config: VllmConfig) -> None:
