@@ -141,10 +141,12 @@ def test_a_store_that_cannot_say_fails_the_sample_and_counts_for_the_breaker(
     for number in range(FAILURE_LIMIT):
         said = entrance.turned_away(f"r{number}", sample_id="a")
         assert said["status"] == 500
+        assert "suspended" not in said
         assert said["error"] == "sample 'a', store /store: no such folder"
     assert entrance.counted("failed") == FAILURE_LIMIT
     said = entrance.turned_away("next", sample_id="b")
     assert said["status"] == 503
+    assert said["suspended"] is True
     assert "no such folder" in said["error"]
     assert entrance.counted("refused") == 1
 

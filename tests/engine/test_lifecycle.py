@@ -186,7 +186,11 @@ def test_failures_in_a_row_suspend_exporting_and_a_probe_resumes_it(
     seen: Callable[[str], Any],
 ) -> None:
     found = seen("breaker")
-    assert [one["said"]["status"] for one in found["failed"]] == [500] * 3
+    assert [one["said"]["status"] for one in found["failed"]] == [500] * 2
+    assert "injected" in found["captured"]["error"]
+    assert not found["captured"]["suspended"]
+    assert "3 failed samples in a row" in found["left_over"]["error"]
+    assert found["left_over"]["suspended"]
     for name in ("refused", "still", "beside"):
         said = found[name]["said"]
         assert said["status"] == 503, name

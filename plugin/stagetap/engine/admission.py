@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
@@ -91,9 +91,10 @@ class Admission:
             return None
         sample_id = options.sample_id or uuid.uuid4().hex
         self.look_after_hung_calls()
-        suspended = self._breaker.admit(request.request_id)
-        if suspended is not None:
-            return self._turned_away(request, sample_id, suspended, HTTPStatus.SERVICE_UNAVAILABLE)
+        why_suspended = self._breaker.admit(request.request_id)
+        if why_suspended is not None:
+            status = HTTPStatus.SERVICE_UNAVAILABLE
+            return self._turned_away(request, sample_id, why_suspended, status, suspended=True)
         try:
             self._refuse_duplicate(sample_id)
         except StageTapError as error:
@@ -106,17 +107,25 @@ class Admission:
         return Admitted(sample_id, options)
 
     def _turned_away(
-        self, request: Request, sample_id: str | None, cause: str, status: HTTPStatus
+        self,
+        request: Request,
+        sample_id: str | None,
+        cause: str,
+        status: HTTPStatus,
+        *,
+        suspended: bool = False,
     ) -> Outcome:
         store_failed = status is HTTPStatus.INTERNAL_SERVER_ERROR
         self._outbox.stats.count_sample("failed" if store_failed else "refused")
-        params = {
+        params: dict[str, Any] = {
             "sample_id": sample_id,
             "run_id": self._run_id,
             "state": "failed",
             "error": cause,
             "status": int(status),
         }
+        if suspended:
+            params["suspended"] = True
         return Outcome(request.request_id, params)
 
     def _refuse_duplicate(self, sample_id: str) -> None:

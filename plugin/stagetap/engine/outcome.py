@@ -12,7 +12,8 @@ class Outcome:
 
     Attributes:
         request_id: vLLM's id.
-        params: goes out as ``kv_transfer_params.stagetap`` of the final output.
+        params: goes out as ``kv_transfer_params.stagetap`` of the final output. ``suspended`` is in
+            it, and true, when the request was turned away because exporting is suspended.
     """
 
     request_id: str

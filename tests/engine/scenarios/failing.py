@@ -8,6 +8,7 @@ from typing import Any
 from engine.driver import Driver
 from engine.harness import random_prompts
 from engine.scenarios import SHORT
+from stagetap.engine.session import Prompt
 
 FAILURES = (
     ("open", "raise", 0),
@@ -60,8 +61,10 @@ def every_third(driver: Driver) -> Any:
 def breaker(driver: Driver) -> Any:
     """Three failures in a row open the breaker; a probe closes it."""
     driver.faults({"on": "write", "do": "fail", "stage": 0})
-    failed = [driver.run(SHORT, f"b-{n}") for n in range(3)]
+    failed = [driver.run(SHORT, f"b-{n}") for n in range(2)]
+    (captured,) = driver.session.capture([Prompt(SHORT, "b-2")])
     refused = driver.run(SHORT, "b-refused")
+    (left_over,) = driver.session.capture([Prompt(SHORT, "b-left-over")])
     ordinary = driver.run(SHORT)
     driver.faults()
     still = driver.run(SHORT, "b-still")
@@ -71,6 +74,8 @@ def breaker(driver: Driver) -> Any:
     probed, turned_away = driver.wait(probe, beside)
     return {
         "failed": failed,
+        "captured": captured,
+        "left_over": left_over,
         "refused": refused,
         "ordinary": ordinary,
         "still": still,
