@@ -130,12 +130,10 @@ def remove_hooks(worker: Any, stage: int) -> None:
     """In a worker: as if the model had run past the hooks of its decoder layers."""
     from vllm.distributed.parallel_state import get_pp_group
 
-    from stagetap.engine.families import inner_decoder
-
     if get_pp_group().rank_in_group == stage:
-        decoder = inner_decoder(worker.model_runner.get_model())
-        for layer in decoder.layers[decoder.start_layer : decoder.end_layer]:
-            layer._forward_hooks.clear()
+        for module in worker.model_runner.get_model().modules():
+            module._forward_hooks.clear()
+            module._forward_pre_hooks.clear()
 
 
 def tell_pids_and_wait(session: CaptureSession, path: str) -> None:

@@ -170,9 +170,7 @@ def spoil_stage(worker: Any, stage: int, value: float) -> None:
 
     if get_pp_group().rank_in_group != stage:
         return
-    from stagetap.engine.families import inner_decoder
-
-    decoder = inner_decoder(worker.model_runner.get_model())
+    decoder = worker.model_runner.get_model().model
     norm = decoder.layers[decoder.end_layer - 1].post_attention_layernorm
     worker.healthy = (norm, norm.weight.data.clone())
     with torch.no_grad():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from stagetap.engine.families import check_architecture
 from stagetap.engine.refusal import announced
 from stagetap.engine.series import check_series
 from stagetap.errors import Refused
@@ -152,9 +151,6 @@ def _check_engine(config: VllmConfig) -> None:
         )
     if parallel.enable_dbo or parallel.use_ubatching:
         raise Refused("microbatching splits a step's rows; drop --enable-dbo and ubatch sizes")
-    if not config.model_config.enforce_eager:
-        raise Refused("compiled models are not in this version; add --enforce-eager")
-    check_architecture(config.model_config.architecture)
 
 
 def _check_connectors(config: VllmConfig) -> None:

@@ -66,9 +66,6 @@ class StageTapConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(connector_metadata, StepOrders)
         self.worker_side.begin_step(connector_metadata)
 
-    def finish_forward(self) -> None:
-        self.worker_side.finish_forward()
-
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing is loaded."""
 

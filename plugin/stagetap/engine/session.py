@@ -8,6 +8,7 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -104,20 +105,8 @@ class CaptureSession:
         }
         if is_cpu_build() and pp * tp > 1:
             arguments.setdefault("distributed_executor_backend", "mp")
-        with tempfile.TemporaryDirectory(prefix="stagetap-") as folder:
-            refusal = Path(folder, "refusal")
-            os.environ[REFUSAL_FILE_ENV] = str(refusal)
-            try:
-                self._engine = _start(arguments, layers, store, options)
-            except StartRefused as error:
-                raise Refused(str(error)) from None
-            except Exception as error:
-                if refusal.exists():
-                    line = refusal.read_text().splitlines()[0]
-                    raise Refused(line.removeprefix("stagetap: refused: ")) from None
-                raise _start_failure(error) from error
-            finally:
-                del os.environ[REFUSAL_FILE_ENV]
+        with refusals_of_workers():
+            self._engine = _start(arguments, layers, store, options)
         self._closing = threading.Event()
         threading.Thread(target=self._watch_engine, name="stagetap-watch", daemon=True).start()
 
@@ -207,6 +196,30 @@ class CaptureSession:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+@contextmanager
+def refusals_of_workers() -> Iterator[None]:
+    """While an engine starts: what one of its processes refused is raised here, in one line.
+
+    Raises:
+        Refused: a process has refused, or vLLM does not take its arguments.
+        StageTapError: vLLM did not start for another reason.
+    """
+    with tempfile.TemporaryDirectory(prefix="stagetap-") as folder:
+        refusal = Path(folder, "refusal")
+        os.environ[REFUSAL_FILE_ENV] = str(refusal)
+        try:
+            yield
+        except StartRefused as error:
+            raise Refused(str(error)) from None
+        except Exception as error:
+            if refusal.exists():
+                line = refusal.read_text().splitlines()[0]
+                raise Refused(line.removeprefix("stagetap: refused: ")) from None
+            raise _start_failure(error) from error
+        finally:
+            del os.environ[REFUSAL_FILE_ENV]
 
 
 def _start(

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
-from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.logger import init_logger
 
 from stagetap.engine.capture import TapCacheLayer, installed_capture
 from stagetap.engine.checkpoint import checkpoint_fingerprint
 from stagetap.engine.messages import SaveOrder, StepOrders, WorkerFacts, WorkerNews
 from stagetap.engine.metrics import FragmentOutcome, StageTapStats, StatsOutbox
-from stagetap.engine.pages import page_reader
+from stagetap.engine.pages import Gather, page_reader
 from stagetap.engine.series import check_series
 from stagetap.manifest import Layer
 from stagetap.publish.pool import check_slot_bytes
@@ -87,7 +86,6 @@ class WorkerSide:
                 taps * self._facts.hidden_size * vllm_config.model_config.dtype.itemsize,
             )
         self._pages = torch.empty(0)  # [num_blocks, L, block_size, H], set by register_pages
-        self._step_has_tokens = False
         self.samples_nothing = False  # whether no request of this step wants a token
         self._request_ids: dict[SampleRef, str] = {}
         self._released: set[str] = set()  # request ids whose pages are not read any more
@@ -145,23 +143,8 @@ class WorkerSide:
         )
 
     def begin_step(self, orders: StepOrders) -> None:
-        """Before a step, inside vLLM's forward context when the step has tokens."""
+        """Before a step."""
         self.samples_nothing = orders.samples_nothing
-        self._step_has_tokens = (
-            is_forward_context_available() and get_forward_context().attn_metadata is not None
-        )
-        if self._layer is not None:
-            self._layer.begin_step()
-
-    def finish_forward(self) -> None:
-        """After the model ran.
-
-        Raises:
-            BrokenInvariant: a tap was not captured; the engine must not go on.
-        """
-        if self._step_has_tokens and self._layer is not None:
-            self._layer.check_step()
-        self._step_has_tokens = False
 
     def take_orders(self, orders: StepOrders) -> None:
         """Start to publish this stage's fragment of every sample, and give up dead attempts."""
@@ -200,8 +183,20 @@ class WorkerSide:
             dtype=self._pages.dtype,
             shape=(order.token_count, len(taps), self._facts.hidden_size),
             token_ids=order.token_ids if order.input_ids_stage == self._stage else None,
-            gather=page_reader(self._pages, order.block_ids[self._facts.cache_group]),
+            gather=self._reader(order.block_ids[self._facts.cache_group]),
         )
+
+    def _reader(self, block_ids: list[int]) -> Gather:
+        """Reads a request's rows; on a device, where no step waits for it, checks them as well."""
+        read, layer = page_reader(self._pages, block_ids), self._layer
+        if layer is None or not self._pages.is_cuda:
+            return read
+
+        def checked(start: int, end: int, out: torch.Tensor) -> None:
+            read(start, end, out)
+            layer.check()
+
+        return checked
 
     def take_released(self) -> set[str]:
         """Request ids whose pages may be given to others, each once."""

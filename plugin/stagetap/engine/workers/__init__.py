@@ -10,15 +10,18 @@ from vllm.distributed.parallel_state import get_pp_group
 from vllm.logger import init_logger
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-from stagetap.engine.capture import install_capture
+from stagetap.engine.capture import install_capture, installed_capture
 from stagetap.engine.configure import options_of
 from stagetap.engine.connector import stagetap_connector
 from stagetap.engine.invariant import end_worker
+from stagetap.engine.refusal import announced
 from stagetap.engine.series import check_series
 from stagetap.errors import Refused
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+
+    from stagetap.engine.capture.self_check import Verdict
 
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own name
@@ -44,16 +47,24 @@ class CapturesTaps:
     model_runner: Any
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the model as vLLM does, then hook it.
+        """Load the model as vLLM does, then hook it and prove the hooks.
 
         Raises:
             Refused: the patch series or the loaded model is not what StageTap needs.
         """
-        check_series()
-        super().load_model(*args, **kwargs)  # type: ignore[misc]
-        install_capture(
-            self.model_runner.get_model(), self.vllm_config, options_of(self.vllm_config).layers
-        )
+        with announced():
+            check_series()
+            super().load_model(*args, **kwargs)  # type: ignore[misc]
+            install_capture(
+                self.model_runner.get_model(),
+                self.vllm_config,
+                options_of(self.vllm_config).layers,
+                self._run_dummy_tokens,
+            )
+
+    def _run_dummy_tokens(self, count: int) -> None:
+        """A forward pass as vLLM's first profiling run makes it: no caches exist yet."""
+        self.model_runner._dummy_run(count, skip_attn=True, is_profile=True)
 
     def execute_model(
         self, scheduler_output: SchedulerOutput
@@ -64,14 +75,27 @@ class CapturesTaps:
             Exception: the same, where this is the engine's only stage.
         """
         try:
-            output: ModelRunnerOutput | AsyncModelRunnerOutput | None
-            output = super().execute_model(scheduler_output)  # type: ignore[misc]
-            return output
+            return self._execute_and_keep(scheduler_output)
         except Exception as error:
             if self.vllm_config.parallel_config.pipeline_parallel_size > 1:
                 logger.exception("stagetap: a step of this stage failed")
                 end_worker(error)
             raise
+
+    def _execute_and_keep(
+        self, scheduler_output: SchedulerOutput
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
+        """Run the step, and put its taps into their pages."""
+        layer = installed_capture(self.vllm_config).layer
+        with torch.inference_mode():
+            if layer is not None:
+                layer.begin_step()
+            output: ModelRunnerOutput | AsyncModelRunnerOutput | None
+            output = super().execute_model(scheduler_output)  # type: ignore[misc]
+            if layer is not None and scheduler_output.total_num_scheduled_tokens:
+                slots = self.model_runner.execute_model_state.slot_mappings_by_layer
+                layer.end_step(slots[layer.layer_name])
+        return output
 
     def sample_tokens(
         self, grammar_output: GrammarOutput | None
@@ -110,6 +134,10 @@ class CapturesTaps:
             ec_connector_output=state.ec_connector_output,
         )
         return StepWithoutSamples(output, runner.main_stream)
+
+    def stagetap_verdicts(self) -> list[Verdict]:
+        """What this worker's self-check has proven; for ``collective_rpc``."""
+        return list(installed_capture(self.vllm_config).verdicts)
 
     def stagetap_tables(self) -> dict[str, int]:
         """Entries in this worker's tables; for ``collective_rpc``, to see that nothing leaks."""

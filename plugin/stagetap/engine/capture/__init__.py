@@ -1,0 +1,143 @@
+"""From the forward pass into this stage's tap cache.
+
+Every stage owns one cache layer, paged like the KV cache beside it, with one head per tap that the
+stage captures. Forward hooks keep each tap of a step in a fixed buffer, and after the step the rows
+go to their pages, so chunked prefill, cached prefixes and preemption need no thought of their own: a
+token whose KV entries are there has its taps there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import nn
+from vllm.distributed.parallel_state import get_pp_group
+from vllm.logger import init_logger
+
+from stagetap.engine.capture.cache import TapCacheLayer
+from stagetap.engine.capture.decoder import find_decoder
+from stagetap.engine.capture.probe import ROWS, Probe
+from stagetap.engine.capture.self_check import SelfCheck, TapPlan, Verdict
+from stagetap.errors import Refused
+from stagetap.taps import StageTaps, owned_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from vllm.config import VllmConfig
+
+__all__ = ["Capture", "TapCacheLayer", "install_capture", "installed_capture"]
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own name
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What a worker captures, known once its model is loaded.
+
+    Attributes:
+        taps: the stage's layers and the ids in its columns.
+        layer: its cache; None when it owns no tap.
+        verdicts: what the self-check has proven, one for each tap.
+    """
+
+    taps: StageTaps
+    layer: TapCacheLayer | None = None
+    verdicts: tuple[Verdict, ...] = ()
+
+
+_captures: dict[str, Capture] = {}  # by VllmConfig.instance_id: from worker to its connector
+
+
+def install_capture(
+    model: nn.Module,
+    vllm_config: VllmConfig,
+    asked: Iterable[int],
+    forward: Callable[[int], object],
+) -> None:
+    """Find this stage's taps, hook them, prove the hooks, and add the tap cache layer.
+
+    Args:
+        model: as vLLM has loaded it.
+        vllm_config: the engine's.
+        asked: the asked layer ids.
+        forward: runs the model on so many dummy tokens, as vLLM does.
+
+    Raises:
+        Refused: the taps cannot be found, or the hooks do not capture them.
+    """
+    _captures[vllm_config.instance_id] = _install(model, vllm_config, tuple(asked), forward)
+
+
+def installed_capture(vllm_config: VllmConfig) -> Capture:
+    """What :func:`install_capture` set up in this process.
+
+    Raises:
+        Refused: nothing was, so this worker is not ours.
+    """
+    try:
+        return _captures[vllm_config.instance_id]
+    except KeyError:
+        raise Refused(
+            "this worker loaded its model without capture; the patch series is missing or "
+            "another --worker-cls runs: run `stagetap patch apply`"
+        ) from None
+
+
+def _install(
+    model: nn.Module,
+    vllm_config: VllmConfig,
+    asked: tuple[int, ...],
+    forward: Callable[[int], object],
+) -> Capture:
+    group, config = get_pp_group(), vllm_config.model_config
+    total = config.get_total_num_hidden_layers()
+    decoder = find_decoder(model, total)
+    taps = StageTaps(
+        start=decoder.start,
+        end=decoder.end,
+        layer_ids=owned_ids(decoder.start, decoder.end, asked),
+    )
+    if not taps.layer_ids:
+        return Capture(taps)
+    rows = min(ROWS, vllm_config.scheduler_config.max_num_batched_tokens)
+    attention = vllm_config.compilation_config.static_forward_context.values()
+    probe = Probe(
+        model,
+        decoder,
+        config.get_hidden_size(),
+        config.get_vocab_size(),
+        forward,
+        [layer for layer in attention if isinstance(layer, nn.Module)],
+        rows,
+    )
+    check = SelfCheck(
+        model,
+        decoder,
+        probe,
+        stage=group.rank_in_group,
+        last=group.is_last_rank,
+        dtype=config.dtype,
+    )
+    plans = check.choose(taps.layer_ids)
+    # vLLM orders cache layers by the integer in their name: stay above the decoder's own.
+    layer = TapCacheLayer(vllm_config, taps, f"stagetap.taps.{total + group.rank_in_group}")
+    hook(plans, layer)
+    verdicts = check.prove(plans, layer)
+    for verdict in verdicts:
+        logger.info(
+            "stagetap: stage %d, tap %d: %s; equal to %s on random inputs",
+            verdict.stage,
+            verdict.layer_id,
+            verdict.captured,
+            verdict.compared_with,
+        )
+    return Capture(taps, layer, tuple(verdicts))
+
+
+def hook(plans: Iterable[TapPlan], layer: TapCacheLayer) -> None:
+    """Let the forward pass fill the cache layer's columns."""
+    for column, plan in enumerate(plans):
+        plan.site.tap(plan.parts, partial(layer.keep, column))

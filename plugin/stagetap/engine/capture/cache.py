@@ -1,0 +1,131 @@
+"""Where taps are kept: fixed buffers that the forward pass fills, pages that a step leaves.
+
+The forward pass may be compiled or recorded as a CUDA graph, so what runs inside it is one operator
+that copies rows into a buffer of fixed place and size, and counts them. After the forward pass the
+rows go to vLLM's pages, at vLLM's own slot mapping.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
+from vllm.utils.torch_utils import is_quantized_kv_cache
+
+from stagetap.engine.invariant import BrokenInvariant
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from stagetap.taps import StageTaps
+
+
+@torch.library.custom_op("stagetap::keep_tap", mutates_args=("buffer", "counts"))
+def keep_tap(
+    buffer: torch.Tensor,
+    counts: torch.Tensor,
+    column: int,
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
+) -> None:
+    """Copy one tap of a step into its buffer, and count its rows.
+
+    Args:
+        buffer: ``[L, max_tokens, H]``.
+        counts: ``[L]`` int64, rows seen since the step began.
+        column: which tap.
+        hidden: ``[..., H]``; leading dimensions are one step's tokens.
+        residual: added to ``hidden`` when given, same shape.
+    """
+    rows = hidden.reshape(-1, buffer.shape[2])
+    place = buffer[column, : rows.shape[0]]
+    if residual is None:
+        place.copy_(rows)
+    else:
+        torch.add(rows, residual.reshape(rows.shape), out=place)
+    counts[column] += rows.shape[0]
+
+
+@keep_tap.register_fake
+def _(
+    buffer: torch.Tensor,
+    counts: torch.Tensor,
+    column: int,
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
+) -> None:
+    """Nothing comes out."""
+
+
+class TapCacheLayer(CacheOnlyAttentionLayer):
+    """Pages for the taps of one stage: one head of ``hidden_size`` per tap, ascending ids.
+
+    Attributes:
+        taps: the stage's layers and the ids in its columns.
+        buffer: ``[L, max_tokens, H]``, the rows of one step.
+        counts: ``[L]``, how many rows each tap got in this step.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, taps: StageTaps, layer_name: str):
+        cache_config = vllm_config.cache_config
+        if is_quantized_kv_cache(cache_config.cache_dtype):
+            # Taps keep the model's dtype, whatever the KV cache is stored in.
+            cache_config = replace(cache_config, cache_dtype="auto")
+        width = vllm_config.model_config.get_hidden_size()
+        with set_current_vllm_config(vllm_config):
+            super().__init__(
+                num_heads=len(taps.layer_ids),
+                head_size=width,
+                cache_config=cache_config,
+                prefix=layer_name,
+            )
+        self.taps = taps
+        device = vllm_config.device_config.device
+        rows = vllm_config.scheduler_config.max_num_batched_tokens
+        dtype = vllm_config.model_config.dtype
+        self.buffer = torch.zeros(len(taps.layer_ids), rows, width, dtype=dtype, device=device)
+        self.counts = torch.zeros(len(taps.layer_ids), dtype=torch.int64, device=device)
+        self._wrong = torch.zeros((), dtype=torch.bool, device=device)
+
+    def keep(self, column: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Called from hooks in the forward pass; see :func:`keep_tap`."""
+        torch.ops.stagetap.keep_tap(self.buffer, self.counts, column, hidden, residual)
+
+    def begin_step(self) -> None:
+        """Before a forward pass: nothing has been seen of it."""
+        self.counts.zero_()
+
+    def end_step(self, slots: torch.Tensor) -> None:
+        """After a forward pass: every tap has all rows, which go to their pages.
+
+        Args:
+            slots: vLLM's slot mapping of this layer, ``[num_tokens]``, padding included as -1.
+
+        Raises:
+            BrokenInvariant: the model ran past a hook, or handed on something else than whole rows.
+                Nothing of such a step may be published. On a device :meth:`check` raises it.
+        """
+        rows = slots.shape[0]
+        self._wrong |= (self.counts != rows).any()
+        if not self._wrong.is_cuda:
+            self.check()
+        block_size = self.kv_cache.shape[2]
+        # Padding goes to block 0, which vLLM never gives to a request.
+        slots = slots.clamp_min(0)
+        pages, places = slots // block_size, slots % block_size
+        self.kv_cache[pages, :, places] = self.buffer[:, :rows].transpose(0, 1)
+
+    def check(self) -> None:
+        """Whether every step so far was captured; waits for the device.
+
+        Raises:
+            BrokenInvariant: one was not.
+        """
+        if self._wrong.item():
+            seen = dict(zip(self.taps.layer_ids, self.counts.tolist(), strict=True))
+            raise BrokenInvariant(
+                f"a step ran without capturing each of its tokens once (rows by tap: {seen})"
+            )

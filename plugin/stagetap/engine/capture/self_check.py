@@ -1,0 +1,289 @@
+"""At start: find where a loaded model's taps can be read, and prove it on the real weights.
+
+A tap is what the model's own capture gives with one stage. So a probe with random inputs looks at
+every place where that tensor could be read, and takes one whose bits are those that the model's own
+tap code was given. A second probe, with other inputs, then compares what the installed hooks have
+stored. No list of architectures decides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+import torch
+
+from stagetap.engine.capture.own_taps import asking_for, lists_own_taps
+from stagetap.engine.capture.sites import Part, Site
+from stagetap.errors import Refused
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from torch import nn
+
+    from stagetap.engine.capture.cache import TapCacheLayer
+    from stagetap.engine.capture.decoder import Decoder
+    from stagetap.engine.capture.probe import Probe, Seen
+
+CHOOSING, PROVING = 1, 2
+"""Seeds of the two probes."""
+
+OWN = "the model's own tap"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a tap must be, bit for bit: ``[rows, H]``, and where that was seen."""
+
+    value: torch.Tensor
+    seen: str
+
+
+@dataclass(frozen=True)
+class TapPlan:
+    """Where one tap is read."""
+
+    layer_id: int
+    site: Site
+    parts: tuple[Part, ...]
+
+    def describe(self) -> str:
+        """In words."""
+        return self.site.describe(self.parts)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One tap that was proven: where it is read, and what it was compared with."""
+
+    layer_id: int
+    stage: int
+    captured: str
+    compared_with: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class SelfCheck:
+    """The check of one stage.
+
+    Args:
+        model: as vLLM has loaded it.
+        decoder: its layers.
+        probe: runs it with random inputs.
+        stage: pipeline rank.
+        last: whether this is the last stage.
+        dtype: what taps are stored in.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        decoder: Decoder,
+        probe: Probe,
+        *,
+        stage: int,
+        last: bool,
+        dtype: torch.dtype,
+    ):
+        self._model = model
+        self._decoder = decoder
+        self._probe = probe
+        self._stage = stage
+        self._last = last
+        self._dtype = dtype
+
+    def choose(self, layer_ids: Iterable[int]) -> list[TapPlan]:
+        """Where each of this stage's taps is read.
+
+        Raises:
+            Refused: a tap is nowhere to be read, or cannot be told from another.
+        """
+        return [
+            self._choose(layer_id, reference, seen)
+            for layer_id, reference, seen in self._references(tuple(layer_ids), CHOOSING)
+        ]
+
+    def prove(self, plans: Iterable[TapPlan], layer: TapCacheLayer) -> list[Verdict]:
+        """Compare what the installed hooks store with what it must be.
+
+        Raises:
+            Refused: they differ.
+        """
+        by_id = {plan.layer_id: plan for plan in plans}
+        verdicts = []
+        for layer_id, reference, _ in self._references(
+            layer.taps.layer_ids, PROVING, before=layer.begin_step
+        ):
+            column = layer.taps.layer_ids.index(layer_id)
+            rows = reference.value.shape[0]
+            captured = layer.buffer[column, :rows]
+            if layer.counts[column] != rows or not same_bits(captured, reference.value):
+                raise self._refused(
+                    layer_id,
+                    f"what StageTap captures ({by_id[layer_id].describe()}, "
+                    f"{int(layer.counts[column])} rows) is not {reference.seen} "
+                    f"({_shape(reference.value)})",
+                )
+            verdicts.append(
+                Verdict(
+                    layer_id=layer_id,
+                    stage=self._stage,
+                    captured=by_id[layer_id].describe(),
+                    compared_with=reference.seen,
+                    dtype=str(captured.dtype).removeprefix("torch."),
+                    shape=tuple(captured.shape),
+                )
+            )
+        return verdicts
+
+    # What a tap must be ------------------------------------------------------------------------
+
+    def _references(
+        self, layer_ids: tuple[int, ...], seed: int, before: Callable[[], None] = lambda: None
+    ) -> Iterator[tuple[int, Reference, Seen]]:
+        """Every asked tap with what it must be, right after the forward pass that shows it.
+
+        Ranks of one stage run equally many passes, whatever they see.
+        """
+        sites = [site for layer_id in layer_ids for site in self._sites(layer_id)]
+        if not lists_own_taps(self._model, self._decoder.parent):
+            before()
+            seen = self._probe.run(seed, sites)
+            for layer_id in layer_ids:
+                yield layer_id, self._reference(layer_id, seen), seen
+            return
+        before()
+        first = self._probe.run(seed, sites)
+        if first.own:  # its own tap code speaks without being asked
+            for layer_id in layer_ids:
+                yield layer_id, self._reference(layer_id, first), first
+            return
+        for layer_id in layer_ids:
+            with asking_for(self._model, self._decoder.parent, layer_id):
+                before()
+                seen = self._probe.run(seed, sites, asked=layer_id)
+            yield layer_id, self._reference(layer_id, seen), seen
+
+    def _sites(self, layer_id: int) -> list[Site]:
+        """Where a tap may be read, best first.
+
+        What the next consumer gets comes first: some models change the stream between two layers
+        (Qwen3-VL adds its deepstack there), and their own tap has that change.
+        """
+        decoder = self._decoder
+        sites = []
+        if layer_id < decoder.end:
+            sites.append(Site(decoder.path_of(layer_id), decoder.layers[layer_id], "input"))
+        elif not self._last:
+            sites.append(Site("", self._model, "output"))
+        if layer_id > decoder.start:
+            previous = layer_id - 1
+            sites.append(Site(decoder.path_of(previous), decoder.layers[previous], "output"))
+        return sites
+
+    def _reference(self, layer_id: int, seen: Seen) -> Reference:
+        reference = self._find_reference(layer_id, seen)
+        value = reference.value
+        if value.dtype != self._dtype:
+            raise self._refused(
+                layer_id, f"{reference.seen} is {value.dtype}, and taps are stored as {self._dtype}"
+            )
+        if not value.any():
+            raise self._refused(layer_id, f"{reference.seen} is zero ({_shape(value)})")
+        if has_equal_rows(value):
+            raise self._refused(
+                layer_id, f"{reference.seen} has equal rows for different tokens ({_shape(value)})"
+            )
+        for other, stream in seen.own.items():
+            if other != layer_id and same_bits(stream, value):
+                raise self._refused(
+                    layer_id,
+                    f"{reference.seen} equals that of tap {other} ({_shape(value)}): the layers "
+                    "between them do nothing, or a tap was given another layer's id",
+                )
+        return reference
+
+    def _find_reference(self, layer_id: int, seen: Seen) -> Reference:
+        if layer_id in seen.odd_rows:
+            raise self._refused(
+                layer_id,
+                f"it has {seen.odd_rows[layer_id]} rows in a step of another number of tokens; "
+                "shards of a sequence (sequence parallelism) are not gathered in this version: "
+                "start without expert or sequence parallelism",
+            )
+        if layer_id in seen.own:
+            return Reference(seen.own[layer_id], OWN)
+        next_site = self._sites(layer_id)[0]
+        if layer_id == self._decoder.end and self._last:
+            if seen.after_layers is None:
+                raise self._refused(layer_id, "nothing is called after the last layer to check it")
+            next_site = seen.after_layers
+        parts = seen.at.get(next_site, {})
+        streams = list(parts.values())
+        if len(streams) not in (1, 2):
+            raise self._refused(
+                layer_id,
+                f"{len(streams)} tensors of the right shape go {next_site.describe(tuple(parts))}: "
+                "StageTap cannot tell which are the residual stream",
+            )
+        return Reference(
+            streams[0] if len(streams) == 1 else streams[0] + streams[1],
+            next_site.describe(tuple(parts)),
+        )
+
+    # Where it is read -----------------------------------------------------------------------
+
+    def _choose(self, layer_id: int, reference: Reference, seen: Seen) -> TapPlan:
+        sites = self._sites(layer_id)
+        if reference.seen != OWN and len(sites) > 1:
+            # The next consumer's input is what it is compared with: read it elsewhere.
+            sites = sites[1:]
+        for site in sites:
+            parts = seen.at.get(site, {})
+            for chosen in combinations_of(parts):
+                first, *rest = (parts[part] for part in chosen)
+                if same_bits(first + rest[0] if rest else first, reference.value):
+                    return TapPlan(layer_id, site, chosen)
+        looked = "; ".join(
+            f"{site.describe(tuple(seen.at[site])) if seen.at.get(site) else site.describe(())}"
+            for site in sites
+        )
+        raise self._refused(
+            layer_id,
+            f"{reference.seen} ({_shape(reference.value)}) is not to be read anywhere "
+            f"(looked at: {looked})",
+        )
+
+    def _refused(self, layer_id: int, why: str) -> Refused:
+        return Refused(
+            f"{type(self._model).__name__}, stage {self._stage}, tap {layer_id}: {why}; StageTap "
+            "cannot capture this tap from this model"
+        )
+
+
+def combinations_of(parts: Mapping[Part, torch.Tensor]) -> Iterator[tuple[Part, ...]]:
+    """Sums of two first, then single ones."""
+    yield from combinations(parts, 2)
+    yield from ((part,) for part in parts)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal bit for bit; a NaN equals itself."""
+    return (
+        one.dtype == other.dtype
+        and one.shape == other.shape
+        and torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+    )
+
+
+def has_equal_rows(value: torch.Tensor) -> bool:
+    """Whether two rows of ``[rows, H]`` are equal."""
+    equal = (value[:, None] == value[None]).all(-1)
+    return int(equal.sum()) > value.shape[0]
+
+
+def _shape(value: torch.Tensor) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"

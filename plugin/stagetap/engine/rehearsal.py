@@ -1,0 +1,75 @@
+"""The start-up self-check alone: workers load the model, prove the capture, and end."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from stagetap.engine.environment import engine_environment, is_cpu_build
+from stagetap.engine.session import refusals_of_workers
+
+if TYPE_CHECKING:
+    from stagetap.engine.capture.self_check import Verdict
+
+
+def rehearse(
+    model: str,
+    *,
+    layers: str | Sequence[int],
+    pp: int,
+    tp: int = 1,
+    engine_args: dict[str, Any] | None = None,
+) -> list[Verdict]:
+    """Start the workers of an engine with dummy weights, and say what their self-check has proven.
+
+    No cache is made and no prompt runs. Weights are read when ``engine_args`` names a load format.
+
+    Args:
+        model: a checkpoint folder; its config.json is enough.
+        layers: ids, or a choice as :mod:`stagetap.layer_choice` has them.
+        pp: pipeline stages.
+        tp: tensor-parallel ranks of each stage.
+        engine_args: further arguments of vLLM's ``EngineArgs``.
+
+    Returns:
+        One verdict for each tap, by layer id.
+
+    Raises:
+        Refused: the configuration or the self-check of a stage refuses.
+        StageTapError: vLLM did not get so far.
+    """
+    os.environ.update(engine_environment(pp, tp))
+    arguments: dict[str, Any] = {
+        "model": model,
+        "pipeline_parallel_size": pp,
+        "tensor_parallel_size": tp,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        **(engine_args or {}),
+    }
+    if is_cpu_build() and pp * tp > 1:
+        arguments.setdefault("distributed_executor_backend", "mp")
+    with tempfile.TemporaryDirectory(prefix="stagetap-") as store, refusals_of_workers():
+        workers = _start_workers(arguments, layers, store)
+        try:
+            found: list[list[Verdict]] = workers.collective_rpc("stagetap_verdicts")
+        finally:
+            workers.shutdown()
+    return sorted(
+        {verdict.layer_id: verdict for stage in found for verdict in stage}.values(),
+        key=lambda verdict: verdict.layer_id,
+    )
+
+
+def _start_workers(arguments: dict[str, Any], layers: str | Sequence[int], store: str) -> Any:
+    from vllm import EngineArgs
+    from vllm.v1.executor import Executor
+
+    from stagetap.engine.flags import kv_transfer_config
+
+    transfer = kv_transfer_config(layers, store)
+    config = EngineArgs(**arguments, kv_transfer_config=transfer).create_engine_config()
+    return Executor.get_class(config)(config)
