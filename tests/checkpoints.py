@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tiny_processor import write_processor
+
 SIZES: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 128,
@@ -52,6 +54,7 @@ class Family:
         model: name of the model class.
         changes: to :data:`SIZES`.
         vision: sizes of a vision tower; the others then go to the text part.
+        processor: name of the class that puts text and images together.
         in_config: what goes into config.json by hand, since transformers drops it.
     """
 
@@ -59,6 +62,7 @@ class Family:
     model: str
     changes: Mapping[str, Any] = field(default_factory=dict)
     vision: Mapping[str, Any] | None = None
+    processor: str | None = None
     in_config: Mapping[str, Any] = field(default_factory=dict)
 
     def arguments(self, sizes: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,6 +160,7 @@ FAMILIES = {
             "window_size": 56,
             "fullatt_block_indexes": [1],
         },
+        processor="Qwen2_5_VLProcessor",
     ),
     "qwen3-vl": Family(
         "Qwen3VLConfig",
@@ -179,6 +184,7 @@ FAMILIES = {
             "deepstack_visual_indexes": [0, 1],
             "num_position_embeddings": 64,
         },
+        processor="Qwen3VLProcessor",
     ),
 }
 
@@ -200,6 +206,10 @@ def tiny_checkpoint(family: str, folder: Path, **sizes: Any) -> Path:
         path = folder / "config.json"
         document = json.loads(path.read_text("utf-8"))
         path.write_text(json.dumps(document | made.in_config, indent=2), "utf-8")
+    if made.vision is not None and made.processor is not None:
+        write_processor(
+            folder, config.text_config.vocab_size, made.vision["patch_size"], made.processor
+        )
     return folder
 
 
