@@ -15,6 +15,7 @@ from stagetap.cli.demo import demo_command
 from stagetap.cli.doctor import doctor_command
 from stagetap.cli.equivalence import equivalence_command
 from stagetap.cli.inspect import inspect_command
+from stagetap.cli.plan import plan_command
 from stagetap.cli.serve import serve_command
 from stagetap.cli.verify import verify_command
 from stagetap.errors import Refused, StageTapError
@@ -27,6 +28,7 @@ app.command("inspect")(inspect_command)
 app.command("verify")(verify_command)
 app.command("equivalence")(equivalence_command)
 app.command("serve", context_settings={"allow_extra_args": True})(serve_command)
+app.command("plan")(plan_command)
 app.command("doctor")(doctor_command)
 app.command("demo")(demo_command)
 app.add_typer(patch.app, name="patch")

@@ -42,15 +42,9 @@ def model_facts(model: str) -> ModelFacts:
     Raises:
         Refused: a folder without a readable ``config.json``.
     """
-    config = _config_file(model)
-    if config is None:
+    document = read_config(model)
+    if document is None:
         return ModelFacts()
-    try:
-        document = json.loads(config.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise Refused(
-            f"{config} cannot be read ({error}); give a checkpoint in Hugging Face layout"
-        ) from None
     text = document.get("text_config") or document
 
     def number(key: str) -> int | None:
@@ -72,6 +66,33 @@ def model_facts(model: str) -> ModelFacts:
             None,
         ),
     )
+
+
+def read_config(model: str) -> dict[str, Any] | None:
+    """The ``config.json`` of a checkpoint folder or a name; None where the name is not here.
+
+    Raises:
+        Refused: a folder without a readable ``config.json``.
+    """
+    file = _config_file(model)
+    return None if file is None else read_config_file(file)
+
+
+def read_config_file(file: Path) -> dict[str, Any]:
+    """What a ``config.json`` holds.
+
+    Raises:
+        Refused: it cannot be read, or is no JSON object.
+    """
+    try:
+        document = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise Refused(
+            f"{file} cannot be read ({error}); give a checkpoint in Hugging Face layout"
+        ) from None
+    if not isinstance(document, dict):
+        raise Refused(f"{file} holds no JSON object; give a config.json as released")
+    return document
 
 
 def _config_file(model: str) -> Path | None:

@@ -1,0 +1,220 @@
+"""``stagetap plan``: what a capture costs on each stage, told from a configuration alone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stagetap.cli.arguments import JsonOption, LayersOption, MaxLenOption, PpOption, TpOption
+from stagetap.cli.output import human_bytes, print_json, results, table
+from stagetap.errors import Refused
+from stagetap.layer_choice import choose_layers
+from stagetap.models import resolve_model
+
+if TYPE_CHECKING:
+    from stagetap.plan.stages import Plan, Stage
+
+PARTITION_ENV = "VLLM_PP_LAYER_PARTITION"
+_GIB = 2**30
+
+
+def plan_command(
+    model: Annotated[
+        str,
+        typer.Argument(help="A config.json, a folder with one, a Hugging Face name, or smollm2."),
+    ],
+    layers: LayersOption,
+    pp: PpOption = 1,
+    tp: TpOption = 1,
+    expert_parallel: Annotated[
+        bool, typer.Option("--expert-parallel", help="Whole experts a rank, as vLLM's flag.")
+    ] = False,
+    partition: Annotated[
+        str | None,
+        typer.Option(
+            "--partition",
+            help=f"Layers of each stage, such as 10,20; default: {PARTITION_ENV}, else even.",
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="As vLLM's --dtype; default: the checkpoint's.")
+    ] = None,
+    kv_cache_dtype: Annotated[
+        str, typer.Option("--kv-cache-dtype", help="As vLLM's; auto is the model's dtype.")
+    ] = "auto",
+    max_len: MaxLenOption = None,
+    max_num_batched_tokens: Annotated[
+        int,
+        typer.Option(
+            "--max-num-batched-tokens", min=1, help="As vLLM's: sizes the capture buffers."
+        ),
+    ] = 8192,
+    gpu_memory_gib: Annotated[
+        float | None,
+        typer.Option(
+            "--gpu-memory-gib", min=0.1, help="Memory of a GPU: tells capacities as well."
+        ),
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        float,
+        typer.Option("--gpu-memory-utilization", min=0.01, max=1.0, help="As vLLM's."),
+    ] = 0.9,
+    reserve_gib: Annotated[
+        float,
+        typer.Option(
+            "--reserve-gib", min=0.0, help="Room of a GPU for activations and CUDA graphs, a guess."
+        ),
+    ] = 4.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what a capture would cost: owners, memory of a GPU, what is stored. Starts no engine.
+
+    Exit code 1 when a stage has no room for its weights.
+    """
+    from stagetap.equivalence.partition import parse_partition
+    from stagetap.plan.document import plan_document
+    from stagetap.plan.model import read_model
+    from stagetap.plan.parallel import Parallel
+    from stagetap.plan.stages import Budget, make_plan
+
+    config = _configuration(model)
+    described = read_model(config, f"config.json of {model}", dtype)
+    layout = partition or os.environ.get(PARTITION_ENV)
+    budget = None
+    if gpu_memory_gib is not None:
+        budget = Budget(
+            gpu_bytes=int(gpu_memory_gib * _GIB),
+            utilization=gpu_memory_utilization,
+            reserve_bytes=int(reserve_gib * _GIB),
+        )
+    plan = make_plan(
+        described,
+        choose_layers(layers, described.num_hidden_layers),
+        Parallel(pp=pp, tp=tp, expert_parallel=expert_parallel),
+        partition=parse_partition(layout) if layout else None,
+        kv_cache_dtype=kv_cache_dtype,
+        sequence_tokens=max_len,
+        batched_tokens=max_num_batched_tokens,
+        budget=budget,
+    )
+    if as_json:
+        print_json(plan_document(plan, model))
+    else:
+        _show(plan, model)
+    if plan.fits is False:
+        raise typer.Exit(1)
+
+
+def _configuration(model: str) -> dict[str, Any]:
+    from stagetap.cli.model_facts import read_config, read_config_file
+
+    if (file := Path(model)).is_file():
+        return read_config_file(file)
+    config = read_config(resolve_model(model))
+    if config is None:
+        raise Refused(
+            f"the config.json of {model} is not on this machine; download it, and give the file or "
+            "its folder"
+        )
+    return config
+
+
+def _show(plan: Plan, name: str) -> None:
+    from stagetap.plan.document import remarks
+
+    console = results()
+
+    def say(text: str) -> None:
+        console.print(text, soft_wrap=True)
+
+    model, total = plan.model, plan.model.num_hidden_layers
+    experts = ", whole experts a rank" if plan.parallel.expert_parallel else ""
+    say(
+        f"{name}: {model.model_type}, {total} layers, hidden {model.hidden_size}, "
+        f"{_count(model.parameters())} parameters, {model.dtype}, "
+        f"quantization {model.quantization.method}"
+    )
+    say(
+        f"{plan.parallel.pp} stages of {plan.parallel.tp} GPUs{experts}; "
+        f"taps {','.join(map(str, plan.layer_ids))}: id k is the residual stream after decoder "
+        f"layer k-1, 0 the embedding output, {total} the last one, un-normed"
+    )
+    console.print(_owners(plan))
+    console.print(_memory(plan))
+    say(f"stored: {human_bytes(1000 * plan.stored_token_bytes)} for 1,000 tokens, ids included")
+    say(
+        f"between stages: nothing; handing taps on to the last stage would move "
+        f"{human_bytes(plan.relay_token_bytes)} a token"
+    )
+    for line in _capacity(plan):
+        say(line)
+    for remark in remarks(plan):
+        say(f"estimated: {remark}")
+
+
+def _owners(plan: Plan) -> Any:
+    rows = table("stage", "layers", "attention", "owns taps", "taps/token", "host staging")
+    for stage in plan.stages:
+        rows.add_row(
+            str(stage.index),
+            f"{stage.start}-{stage.end - 1}" if stage.end > stage.start else "none",
+            _attention(plan, stage),
+            ",".join(map(str, stage.layer_ids)) or "none",
+            human_bytes(stage.tap_token_bytes),
+            human_bytes(stage.staging_host_bytes),
+        )
+    return rows
+
+
+def _memory(plan: Plan) -> Any:
+    headers = ["stage", "routed experts", "sharded", "replicated", "derived", "capture buffers"]
+    headers += ["KV/token", "window/seq", "state/seq"]
+    if plan.budget is not None:
+        headers += ["left for cache", "tokens"]
+    rows = table(*headers, title="one GPU of each stage")
+    for stage in plan.stages:
+        sizes = [*stage.weight_bytes.values(), stage.derived_bytes, stage.capture_bytes]
+        sizes += [stage.kv_token_bytes, stage.window_bytes, stage.state_bytes]
+        cells = [human_bytes(size) if size else "-" for size in sizes]
+        if plan.budget is not None:
+            room = stage.available_bytes or 0
+            cells.append(human_bytes(room) if room > 0 else f"lacks {human_bytes(-room)}")
+            cells.append("-" if stage.tokens is None else f"{stage.tokens:,}")
+        rows.add_row(str(stage.index), *cells)
+    return rows
+
+
+def _attention(plan: Plan, stage: Stage) -> str:
+    labels = [layer.attention.label for layer in plan.model.layers[stage.start : stage.end]]
+    return ", ".join(f"{labels.count(label)} {label}" for label in dict.fromkeys(labels)) or "-"
+
+
+def _capacity(plan: Plan) -> list[str]:
+    if plan.budget is None:
+        return ["KV capacity: give --gpu-memory-gib to have it told, and a better partition"]
+    if not plan.fits:
+        lacking = [stage.index for stage in plan.stages if (stage.available_bytes or 0) <= 0]
+        found = [
+            f"does not fit: stages {lacking} have no room for a cache; use more stages, a larger "
+            "--tp, or another --partition"
+        ]
+    else:
+        found = [
+            f"KV capacity: {plan.tokens or 0:,} tokens in sequences of {plan.sequence_tokens:,}, "
+            "those of the smallest stage"
+        ]
+    if plan.advice is not None:
+        found.append(plan.advice.line())
+        if plan.advice_without_taps:
+            found.append("the same holds without a capture: the taps are not the cause")
+    return found
+
+
+def _count(number: int) -> str:
+    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6)):
+        if number >= size:
+            return f"{number / size:.2f}{unit}"
+    return str(number)

@@ -1,0 +1,17 @@
+"""What a capture costs on each stage of a target, told from its ``config.json`` alone.
+
+===================  ==============================================================
+``dims``             reading sizes out of a configuration, each missing one by name
+``parallel``         what tensor and expert parallelism divide, or refuse to
+``weights``          one weight of a layer: its shape on one GPU
+``quantization``     bytes of a weight under ``quantization_config``
+``attention``        kinds of attention: their weights, and what they cache
+``feed_forward``     dense and mixture-of-experts blocks: their weights
+``model``            a configuration as a list of decoder layers
+``stages``           stages, owners, memory of one GPU of each
+``balance``          would another partition hold more KV cache?
+``document``         a plan as JSON
+===================  ==============================================================
+
+All pure. Shapes are those that vLLM 0.32.0 allocates; ``tests/engine/test_plan.py`` compares.
+"""

@@ -1,0 +1,154 @@
+"""Would another partition of the layers hold more KV cache?
+
+vLLM gives every stage the number of KV blocks that the smallest one can hold. Taps cost memory on
+the stage that owns them, so with a capture the even split of layers is often not the one that holds
+most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stagetap.equivalence.partition import stage_layers
+from stagetap.errors import Refused
+from stagetap.taps import owned_ids
+
+WORTH_SAYING = 0.05
+"""The gain in KV blocks above which a partition is worth a restart."""
+
+
+@dataclass(frozen=True)
+class Balance:
+    """What decides how many KV blocks a stage can hold; all sizes are those of one GPU.
+
+    Attributes:
+        partition: decoder layers of every stage, as ``VLLM_PP_LAYER_PARTITION`` has them.
+        memory_bytes: of every stage, for its decoder layers, their cache, and its taps: what is
+            left when all is taken off that stays where it is when a layer moves.
+        layer_weight_bytes: of every decoder layer.
+        layer_block_bytes: cache of every decoder layer in one block.
+        layer_ids: the asked taps.
+        tap_block_bytes: of one tap in one block.
+        tap_fixed_bytes: of one tap, however many blocks there are: its capture buffer.
+    """
+
+    partition: tuple[int, ...]
+    memory_bytes: tuple[int, ...]
+    layer_weight_bytes: tuple[int, ...]
+    layer_block_bytes: tuple[int, ...]
+    layer_ids: tuple[int, ...]
+    tap_block_bytes: int
+    tap_fixed_bytes: int
+
+    @classmethod
+    def measured(
+        cls,
+        partition: Sequence[int],
+        available_bytes: Sequence[int],
+        layer_weight_bytes: Sequence[int],
+        layer_block_bytes: Sequence[int],
+        layer_ids: Sequence[int],
+        tap_block_bytes: int,
+        tap_fixed_bytes: int,
+    ) -> Balance:
+        """From an engine's own numbers: what each stage has left for KV blocks as it runs now.
+
+        Args:
+            available_bytes: of every stage, the least over its ranks, as a worker's
+                ``determine_available_memory`` returns it, weights and capture buffers taken off.
+
+        Other arguments are the attributes of the same name.
+        """
+        stages = stage_layers(len(layer_weight_bytes), len(partition), partition)
+        memory = tuple(
+            available
+            + sum(layer_weight_bytes[start:end])
+            + tap_fixed_bytes * len(owned_ids(start, end, layer_ids))
+            for available, (start, end) in zip(available_bytes, stages, strict=True)
+        )
+        return cls(
+            partition=tuple(partition),
+            memory_bytes=memory,
+            layer_weight_bytes=tuple(layer_weight_bytes),
+            layer_block_bytes=tuple(layer_block_bytes),
+            layer_ids=tuple(layer_ids),
+            tap_block_bytes=tap_block_bytes,
+            tap_fixed_bytes=tap_fixed_bytes,
+        )
+
+    def blocks(self, partition: Sequence[int]) -> tuple[float, ...]:
+        """KV blocks that every stage could hold under a partition, not rounded; 0 for no room.
+
+        A stage that caches nothing holds any number, ``inf``.
+        """
+        found = []
+        stages = stage_layers(len(self.layer_weight_bytes), len(partition), partition)
+        for memory, (start, end) in zip(self.memory_bytes, stages, strict=True):
+            taps = len(owned_ids(start, end, self.layer_ids))
+            room = memory - sum(self.layer_weight_bytes[start:end]) - taps * self.tap_fixed_bytes
+            block = sum(self.layer_block_bytes[start:end]) + taps * self.tap_block_bytes
+            found.append(max(0.0, room / block) if block else float("inf"))
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A partition that holds more KV cache than the present one.
+
+    Attributes:
+        partition: decoder layers of every stage.
+        gain: how many more blocks, 0.06 being 6 per cent; ``inf`` where there was no room at all.
+        smallest: the stage that holds fewest now.
+        source: the stage that gives a layer away.
+        target: the one that takes it.
+    """
+
+    partition: tuple[int, ...]
+    gain: float
+    smallest: int
+    source: int
+    target: int
+
+    def line(self) -> str:
+        """What to tell the user, in one line."""
+        more = "room for any" if self.gain == float("inf") else f"{self.gain:.0%} more"
+        return (
+            f"KV blocks are those of the smallest stage, stage {self.smallest}; one layer from "
+            f"stage {self.source} to stage {self.target} would give {more}: "
+            f"VLLM_PP_LAYER_PARTITION={','.join(map(str, self.partition))}"
+        )
+
+
+def better_partition(balance: Balance, worth: float = WORTH_SAYING) -> Advice | None:
+    """The best partition that moves one layer to another stage, if it gains more than ``worth``.
+
+    Every stage keeps a layer. Of equal gains the first is given, in order of the stages.
+
+    Raises:
+        Refused: the partition does not fit the layers.
+    """
+    if len(balance.memory_bytes) != len(balance.partition):
+        raise Refused(
+            f"{len(balance.memory_bytes)} stages have memory, {len(balance.partition)} have layers"
+        )
+    now = balance.blocks(balance.partition)
+    best: Advice | None = None
+    for source, layers in enumerate(balance.partition):
+        for target in range(len(balance.partition)):
+            if source == target or layers <= 1:
+                continue
+            moved = list(balance.partition)
+            moved[source] -= 1
+            moved[target] += 1
+            then = min(balance.blocks(moved))
+            gain = _gain(min(now), then)
+            if gain > worth and (best is None or gain > best.gain):
+                best = Advice(tuple(moved), gain, now.index(min(now)), source, target)
+    return best
+
+
+def _gain(now: float, then: float) -> float:
+    if then <= now:  # infinite ones too
+        return 0.0
+    return then / now - 1 if now else float("inf")

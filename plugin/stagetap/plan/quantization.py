@@ -1,0 +1,233 @@
+"""Bytes of a weight under a checkpoint's ``quantization_config``, as far as shapes tell.
+
+========================  =====================================================================
+``fp8``                   8 bits; one float32 scale a block of ``weight_block_size``, or a tensor
+``mxfp4``                 experts only: 4 bits and an 8-bit scale every 32 weights
+``awq``, ``gptq``         ``bits``; a 16-bit scale and a zero point of ``bits`` every
+                          ``group_size`` weights of a column
+``compressed-tensors``    by ``config_groups``: ``num_bits``, and scales by their strategy
+========================  =====================================================================
+
+Embeddings, norms and routers stay in the model's dtype. Backends may pad or repack weights when
+they have loaded them; that is not in here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stagetap.errors import Refused
+from stagetap.plan.weights import Weight
+
+Ignored = Callable[[str], bool]
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How the weights of one layer are stored.
+
+    Attributes:
+        bits: of one weight.
+        block: rows and columns under one scale; None for a dimension is all of it.
+        scale_bits: of one scale, its zero point included.
+        strict: vLLM refuses a share of a layer that is no whole number of blocks.
+    """
+
+    bits: int
+    block: tuple[int | None, int | None]
+    scale_bits: int
+    strict: bool = False
+
+    def bytes_of(self, weight: Weight) -> int:
+        """Bytes of all copies of a weight on one rank, scales included.
+
+        Raises:
+            Refused: one rank's share is cut inside a block.
+        """
+        rows, columns = (
+            size if extent is None else extent
+            for extent, size in zip(self.block, (weight.rows, weight.columns), strict=True)
+        )
+        if self.strict:
+            self._check(weight, rows, columns)
+        scales = -(-weight.rows // rows) * -(-weight.columns // columns)
+        bits = weight.rows * weight.columns * self.bits + scales * self.scale_bits
+        return weight.copies * -(-bits // 8)
+
+    def _check(self, weight: Weight, rows: int, columns: int) -> None:
+        if weight.kind == "replicated":
+            return
+        for what, size, block in (
+            ("outputs", weight.rows, rows),
+            ("inputs", weight.columns, columns),
+        ):
+            if size % block:
+                raise Refused(
+                    f"{weight.name}: {size} {what} on one rank are no whole number of "
+                    f"quantization blocks of {block}; use a smaller --tp"
+                    + (", or --expert-parallel" if weight.kind == "routed_experts" else "")
+                )
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """What is quantized, and how.
+
+    Attributes:
+        method: its name, ``none`` where nothing is.
+        scheme_of: the scheme of a weight, None where it keeps the model's dtype.
+    """
+
+    method: str
+    scheme_of: Callable[[Weight], Scheme | None]
+
+    def bytes_of(self, weight: Weight, itemsize: int) -> int:
+        """Bytes of a weight on one rank; ``itemsize`` is that of the model's dtype."""
+        scheme = self.scheme_of(weight) if weight.linear else None
+        if scheme is None:
+            return weight.local_elements * (weight.itemsize or itemsize)
+        return scheme.bytes_of(weight)
+
+
+UNQUANTIZED = Quantization("none", lambda weight: None)
+
+
+def read_quantization(config: Mapping[str, Any] | None) -> Quantization:
+    """What a ``quantization_config`` says.
+
+    Raises:
+        Refused: a method whose bits the plan does not know, or one that lacks its sizes.
+    """
+    if not config:
+        return UNQUANTIZED
+    method = str(config.get("quant_method") or "")
+    if method not in _READERS:
+        raise Refused(
+            f"quantization_config: the plan does not know the bits of {method or 'no method'!r}; "
+            f"known are {', '.join(sorted(_READERS))}"
+        )
+    return Quantization(method, _READERS[method](config))
+
+
+def _fp8(config: Mapping[str, Any]) -> Callable[[Weight], Scheme | None]:
+    block = config.get("weight_block_size")
+    if block is None:
+        scheme = Scheme(8, (None, None), 32)
+    else:
+        rows, columns = block
+        scheme = Scheme(8, (int(rows), int(columns)), 32, strict=True)
+    return _unless(_names(config, "modules_to_not_convert", "ignored_layers"), scheme)
+
+
+def _mxfp4(config: Mapping[str, Any]) -> Callable[[Weight], Scheme | None]:
+    experts = _unless(_names(config, "modules_to_not_convert"), Scheme(4, (1, 32), 8))
+    return lambda weight: experts(weight) if weight.kind == "routed_experts" else None
+
+
+def _grouped(config: Mapping[str, Any]) -> Callable[[Weight], Scheme | None]:
+    bits = _number(config, "bits", "w_bit")
+    group = _number(config, "group_size", "q_group_size")
+    columns = None if group == -1 else group
+    return _unless(_names(config, "modules_to_not_convert"), Scheme(bits, (1, columns), 16 + bits))
+
+
+def _compressed(config: Mapping[str, Any]) -> Callable[[Weight], Scheme | None]:
+    ignored = _patterns(config.get("ignore") or ())
+    groups = [
+        (_patterns(group.get("targets") or (), linear=True), _compressed_scheme(group["weights"]))
+        for group in (config.get("config_groups") or {}).values()
+        if group.get("weights")
+    ]
+    if not groups:
+        raise Refused(
+            "quantization_config: compressed-tensors without config_groups says no bits; give the "
+            "config.json of the quantized checkpoint"
+        )
+
+    def scheme_of(weight: Weight) -> Scheme | None:
+        if ignored(weight.name):
+            return None
+        return next((scheme for targeted, scheme in groups if targeted(weight.name)), None)
+
+    return scheme_of
+
+
+def _compressed_scheme(weights: Mapping[str, Any]) -> Scheme:
+    bits = _number(weights, "num_bits")
+    group = weights.get("group_size")
+    # Scales of float4 are 8 bits wide (E8M0 of mxfp4, E4M3 of nvfp4), all others 16.
+    scale = 8 if weights.get("type") == "float" and bits == 4 else 16
+    zero = 0 if weights.get("symmetric", True) else bits
+    match weights.get("strategy"):
+        case "group" | "tensor_group":
+            return Scheme(bits, (1, _number(weights, "group_size")), scale + zero)
+        case "channel":
+            return Scheme(bits, (1, None), scale + zero)
+        case "block":
+            rows, columns = weights["block_structure"]
+            return Scheme(bits, (int(rows), int(columns)), 32)
+        case "tensor" | None if group is None:
+            return Scheme(bits, (None, None), 32)
+    raise Refused(
+        f"quantization_config: the plan does not know the strategy {weights.get('strategy')!r}; "
+        "known are group, tensor_group, channel, block, tensor"
+    )
+
+
+def _number(config: Mapping[str, Any], *names: str) -> int:
+    for name in names:
+        if isinstance(config.get(name), int):
+            return int(config[name])
+    raise Refused(f"quantization_config: {names[0]} is {config.get(names[0])!r}, not a number")
+
+
+def _names(config: Mapping[str, Any], *keys: str) -> Ignored:
+    """Modules by name, or by the name of what they stand in; ``lm_head`` anywhere."""
+    listed = [str(name) for key in keys for name in config.get(key) or ()]
+
+    def ignored(name: str) -> bool:
+        return any(
+            spelled == one or spelled.startswith(f"{one}.") or ("." not in one and one in spelled)
+            for one in listed
+            for spelled in _spellings(name)
+        )
+
+    return ignored
+
+
+def _patterns(listed: Sequence[str], linear: bool = False) -> Ignored:
+    """Modules by name or, behind ``re:``, by pattern; ``Linear`` is every linear layer."""
+
+    def matches(name: str) -> bool:
+        for one in listed:
+            if linear and one == "Linear":
+                return True
+            for spelled in _spellings(name):
+                if one.startswith("re:") and re.match(one.removeprefix("re:"), spelled):
+                    return True
+                if one == spelled:
+                    return True
+        return False
+
+    return matches
+
+
+def _spellings(name: str) -> tuple[str, str, str]:
+    """Multimodal checkpoints keep their decoder under a name of its own."""
+    return name, f"language_model.{name}", name.replace("model.", "model.language_model.", 1)
+
+
+def _unless(ignored: Ignored, scheme: Scheme) -> Callable[[Weight], Scheme | None]:
+    return lambda weight: None if ignored(weight.name) else scheme
+
+
+_READERS: dict[str, Callable[[Mapping[str, Any]], Callable[[Weight], Scheme | None]]] = {
+    "fp8": _fp8,
+    "mxfp4": _mxfp4,
+    "awq": _grouped,
+    "gptq": _grouped,
+    "compressed-tensors": _compressed,
+}
