@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quantized import quantize_to_int8
 from tiny_processor import write_processor
 
 SIZES: dict[str, Any] = {
@@ -56,6 +57,7 @@ class Family:
         vision: sizes of a vision tower; the others then go to the text part.
         processor: name of the class that puts text and images together.
         in_config: what goes into config.json by hand, since transformers drops it.
+        int8: whether the decoder's matrices are stored in int8.
     """
 
     config: str
@@ -64,6 +66,7 @@ class Family:
     vision: Mapping[str, Any] | None = None
     processor: str | None = None
     in_config: Mapping[str, Any] = field(default_factory=dict)
+    int8: bool = False
 
     def arguments(self, sizes: Mapping[str, Any]) -> dict[str, Any]:
         """What the configuration class is given."""
@@ -81,6 +84,7 @@ EXPERTS = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok":
 
 FAMILIES = {
     "llama": _family("Llama"),
+    "llama-int8": Family("LlamaConfig", "LlamaForCausalLM", int8=True),
     "mistral": _family("Mistral", sliding_window=64),
     "qwen2": _family("Qwen2"),
     "qwen3": _family("Qwen3"),
@@ -210,6 +214,8 @@ def tiny_checkpoint(family: str, folder: Path, **sizes: Any) -> Path:
         write_processor(
             folder, config.text_config.vocab_size, made.vision["patch_size"], made.processor
         )
+    if made.int8:
+        quantize_to_int8(folder)
     return folder
 
 
