@@ -133,7 +133,9 @@ def better_partition(balance: Balance, worth: float = WORTH_SAYING) -> Advice | 
             f"{len(balance.memory_bytes)} stages have memory, {len(balance.partition)} have layers"
         )
     now = balance.blocks(balance.partition)
+    smallest = now.index(min(now))
     best: Advice | None = None
+    most = min(now)
     for source, layers in enumerate(balance.partition):
         for target in range(len(balance.partition)):
             if source == target or layers <= 1:
@@ -142,9 +144,9 @@ def better_partition(balance: Balance, worth: float = WORTH_SAYING) -> Advice | 
             moved[source] -= 1
             moved[target] += 1
             then = min(balance.blocks(moved))
-            gain = _gain(min(now), then)
-            if gain > worth and (best is None or gain > best.gain):
-                best = Advice(tuple(moved), gain, now.index(min(now)), source, target)
+            gain = _gain(now[smallest], then)
+            if gain > worth and then > most:
+                best, most = Advice(tuple(moved), gain, smallest, source, target), then
     return best
 
 

@@ -1,0 +1,159 @@
+"""Shapes read out of configurations: against published sizes, and by hand on small ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from stagetap.errors import Refused
+from stagetap.plan.model import read_model
+from stagetap.plan.parallel import Parallel
+from unit.plan.targets import LLAMA, MOE, target
+
+
+def elements_by_kind(config: dict[str, Any]) -> Counter[str]:
+    """Elements of the whole model by kind of weight."""
+    model, alone = read_model(config), Parallel(1, 1)
+    found: Counter[str] = Counter()
+    weights = model.outer_weights(True, True, alone)
+    for index, layer in enumerate(model.layers):
+        weights += layer.weights(index, model.hidden_size, alone)
+    for weight in weights:
+        found[weight.kind] += weight.elements
+    return found
+
+
+def test_kimi_k3_against_what_is_published() -> None:
+    """93 layers, 69 KDA and 24 MLA, 896 experts of which 16 run, 2.78T parameters, MXFP4."""
+    config = target("kimi-k3")
+    model = read_model(config)
+    text = config["text_config"]
+    assert model.num_hidden_layers == 93
+    assert (model.hidden_size, model.vocab_size) == (7168, 163840)
+    assert (text["num_experts"], text["num_experts_per_token"]) == (896, 16)
+    assert text["attn_res_block_size"] == 12
+    kinds = Counter(layer.attention.label for layer in model.layers)
+    assert kinds == {"KDA": 69, "MLA": 24}
+    # The last two layers are MLA both.
+    assert [layer.attention.label for layer in model.layers[-3:]] == ["KDA", "MLA", "MLA"]
+    assert 2.775e12 < model.parameters() < 2.785e12
+    assert 2.72e12 < elements_by_kind(config)["routed_experts"] < 2.73e12
+
+
+def test_kimi_k3_weighs_what_its_checkpoint_weighs() -> None:
+    """Published: 1.45 TB of routed experts, 17.5 MB each, and 108.81 + 4.70 GB of all else."""
+    model, alone = read_model(target("kimi-k3")), Parallel(1, 1)
+    weights = model.outer_weights(True, True, alone)
+    for index, layer in enumerate(model.layers):
+        weights += layer.weights(index, model.hidden_size, alone)
+    sizes: Counter[str] = Counter()
+    for weight in weights:
+        sizes[weight.kind] += model.quantization.bytes_of(weight, model.itemsize)
+    experts = sizes.pop("routed_experts")
+    assert experts / 1e12 == pytest.approx(1.45, abs=0.005)
+    assert experts / (92 * 896) / 1e6 == pytest.approx(17.5, abs=0.05)
+    assert sum(sizes.values()) / 1e9 == pytest.approx(108.81 + 4.70, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        # As the hub counts the safetensors files; DeepSeek-V3 without its MTP layer (671B).
+        ("deepseek-v3", 671_026_419_200),
+        ("qwen3-235b-a22b", 235_093_634_560),
+    ],
+)
+def test_published_parameter_counts(name: str, parameters: int) -> None:
+    assert read_model(target(name)).parameters() == parameters
+
+
+def test_a_dense_model_by_hand() -> None:
+    attention = 128 * (4 + 2 + 2) * 32 + 4 * 32 * 128
+    layer = attention + 3 * 128 * 256 + 2 * 128
+    outside = 2 * 500 * 128 + 128
+    assert read_model(LLAMA).parameters() == 6 * layer + outside
+    tied = read_model({**LLAMA, "tie_word_embeddings": True})
+    assert tied.parameters() == 6 * layer + outside - 500 * 128
+
+
+def test_experts_by_hand() -> None:
+    attention = 128 * (4 + 2 + 2) * 32 + 4 * 32 * 128 + 2 * 32
+    experts = 8 * 3 * 128 * 64
+    layer = attention + experts + 8 * 128 + 2 * 128
+    assert read_model(MOE).parameters() == 6 * layer + 2 * 500 * 128 + 128
+    assert elements_by_kind(MOE)["routed_experts"] == 6 * experts
+
+
+def test_which_layers_are_sparse() -> None:
+    sparse = {**MOE, "mlp_only_layers": [1], "decoder_sparse_step": 2}
+    names = [type(layer.feed_forward).__name__ for layer in read_model(sparse).layers]
+    assert names == ["DenseBlock", "DenseBlock"] + ["DenseBlock", "ExpertBlock"] * 2
+    first = read_model({**MOE, "first_k_dense_replace": 3})
+    assert [type(layer.feed_forward).__name__[0] for layer in first.layers] == list("DDDEEE")
+
+
+@pytest.mark.parametrize(
+    ("changes", "labels"),
+    [
+        ({}, ["full"] * 6),
+        ({"sliding_window": 16, "use_sliding_window": False}, ["full"] * 6),
+        ({"sliding_window": 16, "model_type": "mistral"}, ["window 16"] * 6),
+        ({"sliding_window": 16, "model_type": "gpt_oss"}, ["window 16", "full"] * 3),
+        (
+            {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 3},
+            ["window 16", "full"] * 3,
+        ),
+        (
+            {
+                "model_type": "qwen3_next",
+                "linear_num_key_heads": 2,
+                "linear_num_value_heads": 4,
+                "linear_key_head_dim": 64,
+                "linear_value_head_dim": 64,
+                "linear_conv_kernel_dim": 4,
+            },
+            ["GDN", "GDN", "GDN", "full", "GDN", "GDN"],
+        ),
+    ],
+)
+def test_kinds_of_attention(changes: dict[str, Any], labels: list[str]) -> None:
+    model = read_model({**LLAMA, **changes})
+    assert [layer.attention.label for layer in model.layers] == labels
+
+
+def test_what_is_guessed_is_said() -> None:
+    assert read_model(LLAMA).remarks == ()
+    unknown = read_model({**LLAMA, "model_type": "novel", "sliding_window": 16})
+    assert "'novel' was read by the keys" in unknown.remarks[0]
+    assert "counted as full attention" in unknown.remarks[1]
+    assert "towers" in read_model(target("kimi-k3")).remarks[0]
+    assert "MTP" in read_model(target("deepseek-v3")).remarks[0]
+    assert "bfloat16" in read_model({**LLAMA, "dtype": "float32"}).remarks[0]
+    assert read_model({**LLAMA, "dtype": "float32"}, dtype="float32").dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden_size": None}, "says no hidden_size"),
+        ({"num_hidden_layers": "6"}, "num_hidden_layers is '6', not a size"),
+        ({"intermediate_size": True}, "intermediate_size is True, not a size"),
+        ({"head_dim": None, "hidden_size": 130}, "130 does not divide by 4 heads"),
+        ({"dtype": "int8"}, "'int8' is none that taps are stored in"),
+        ({"layer_types": ["full_attention"] * 5}, "names 5 layers of 6"),
+        ({"layer_types": ["chunked_attention"] * 6}, "does not know 'chunked_attention'"),
+        ({"layer_types": ["sliding_attention"] * 6}, "no sliding_window"),
+        ({"layer_types": ["linear_attention"] * 6}, "linear-attention layers of an unknown kind"),
+        ({"index_topk": 2048}, "index_topk means an indexer"),
+        ({"mamba_d_state": 64}, "Mamba layers"),
+        ({"kv_lora_rank": 64}, "says no qk_nope_head_dim"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "'bitsandbytes'"),
+    ],
+)
+def test_what_cannot_be_told_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(Refused) as refused:
+        read_model({**LLAMA, **changes})
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
