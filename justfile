@@ -46,6 +46,10 @@ bench *args: setup
 soak *args: setup
     @PYTHONPATH=tests '{{ bin }}/python' -m soak {{ args }}
 
+# Write what docs/plan.md and docs/layers.md show anew.
+plan-docs: setup
+    @PYTHONPATH=tests '{{ bin }}/python' -m plan_docs
+
 # Formatting, lint rules, types.
 lint:
     @'{{ bin }}/ruff' format --check --quiet .

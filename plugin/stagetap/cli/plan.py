@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +14,7 @@ from stagetap.cli.output import human_bytes, print_json, results, table
 from stagetap.errors import Refused
 from stagetap.layer_choice import choose_layers
 from stagetap.models import resolve_model
+from stagetap.plan.weights import KINDS
 
 if TYPE_CHECKING:
     from stagetap.plan.stages import Plan, Stage
@@ -142,7 +144,7 @@ def _show(plan: Plan, name: str) -> None:
         f"taps {','.join(map(str, plan.layer_ids))}: id k is the residual stream after decoder "
         f"layer k-1, 0 the embedding output, {total} the last one, un-normed"
     )
-    console.print(_owners(plan))
+    console.print(_weights(plan))
     console.print(_memory(plan))
     say(f"stored: {human_bytes(1000 * plan.stored_token_bytes)} for 1,000 tokens, ids included")
     say(
@@ -155,35 +157,55 @@ def _show(plan: Plan, name: str) -> None:
         say(f"estimated: {remark}")
 
 
-def _owners(plan: Plan) -> Any:
-    rows = table("stage", "layers", "attention", "owns taps", "taps/token", "host staging")
-    for stage in plan.stages:
-        rows.add_row(
-            str(stage.index),
-            f"{stage.start}-{stage.end - 1}" if stage.end > stage.start else "none",
-            _attention(plan, stage),
-            ",".join(map(str, stage.layer_ids)) or "none",
-            human_bytes(stage.tap_token_bytes),
-            human_bytes(stage.staging_host_bytes),
-        )
-    return rows
+def _weights(plan: Plan) -> Any:
+    """Who owns what, and the weights of one GPU."""
+    headers = {
+        "stage": [str(stage.index) for stage in plan.stages],
+        "layers": [
+            f"{stage.start}-{stage.end - 1}" if stage.end > stage.start else "none"
+            for stage in plan.stages
+        ],
+        "attention": [_attention(plan, stage) for stage in plan.stages],
+        "owns taps": [",".join(map(str, stage.layer_ids)) or "none" for stage in plan.stages],
+    }
+    for kind in KINDS:
+        headers[kind.replace("_", " ")] = _sizes(stage.weight_bytes[kind] for stage in plan.stages)
+    headers["derived"] = _sizes(stage.derived_bytes for stage in plan.stages)
+    return _columns(headers)
 
 
 def _memory(plan: Plan) -> Any:
-    headers = ["stage", "routed experts", "sharded", "replicated", "derived", "capture buffers"]
-    headers += ["KV/token", "window/seq", "state/seq"]
+    """What a capture and a cache take of one GPU, and the staging of the first rank."""
+    columns = {
+        "stage": [str(stage.index) for stage in plan.stages],
+        "capture buffers": _sizes(stage.capture_bytes for stage in plan.stages),
+        "taps/token": _sizes(stage.tap_token_bytes for stage in plan.stages),
+        "KV/token": _sizes(stage.kv_token_bytes for stage in plan.stages),
+        "window/seq": _sizes(stage.window_bytes for stage in plan.stages),
+        "state/seq": _sizes(stage.state_bytes for stage in plan.stages),
+        "host staging": _sizes(stage.staging_host_bytes for stage in plan.stages),
+    }
     if plan.budget is not None:
-        headers += ["left for cache", "tokens"]
-    rows = table(*headers, title="one GPU of each stage")
-    for stage in plan.stages:
-        sizes = [*stage.weight_bytes.values(), stage.derived_bytes, stage.capture_bytes]
-        sizes += [stage.kv_token_bytes, stage.window_bytes, stage.state_bytes]
-        cells = [human_bytes(size) if size else "-" for size in sizes]
-        if plan.budget is not None:
-            room = stage.available_bytes or 0
-            cells.append(human_bytes(room) if room > 0 else f"lacks {human_bytes(-room)}")
-            cells.append("-" if stage.tokens is None else f"{stage.tokens:,}")
-        rows.add_row(str(stage.index), *cells)
+        rooms = [stage.available_bytes or 0 for stage in plan.stages]
+        columns["left for cache"] = [
+            human_bytes(room) if room > 0 else f"lacks {human_bytes(-room)}" for room in rooms
+        ]
+        columns["tokens"] = [
+            "-" if stage.tokens is None else f"{stage.tokens:,}" for stage in plan.stages
+        ]
+    return _columns(columns)
+
+
+def _sizes(sizes: Iterable[int]) -> list[str]:
+    return [human_bytes(size) if size else "-" for size in sizes]
+
+
+def _columns(columns: Mapping[str, list[str]]) -> Any:
+    """A table of one row a stage, without the columns that hold nothing."""
+    shown = {name: cells for name, cells in columns.items() if set(cells) != {"-"}}
+    rows = table(*shown)
+    for row in zip(*shown.values(), strict=True):
+        rows.add_row(*row)
     return rows
 
 

@@ -99,7 +99,7 @@ class Plan:
             token, over all boundaries.
         advice: another partition that would hold more, None where none is worth it or there is no
             budget.
-        advice_without_taps: whether the same would be said of an engine that captures nothing.
+        advice_without_taps: whether an engine that captures nothing would be advised the same.
     """
 
     model: Model
@@ -174,6 +174,7 @@ def make_plan(
         budget=budget,
     )
     stages = tuple(planner.stage(index, *bound, ids) for index, bound in enumerate(bounds))
+    advice, bare = planner.advice(bounds, ids), planner.advice(bounds, ())
     return Plan(
         model=model,
         parallel=parallel,
@@ -187,8 +188,8 @@ def make_plan(
         stored_token_bytes=len(ids) * planner.tap_bytes + TOKEN_ID_BYTES,
         relay_token_bytes=planner.tap_bytes
         * sum((parallel.pp - 1 - stage.index) * len(stage.layer_ids) for stage in stages),
-        advice=planner.advice(bounds, ids),
-        advice_without_taps=planner.advice(bounds, ()) is not None,
+        advice=advice,
+        advice_without_taps=bool(advice and bare and advice.partition == bare.partition),
     )
 
 

@@ -33,7 +33,7 @@ def test_help_loads_neither_torch_nor_vllm() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "heavy:"
-    for name in ("capture", "inspect", "verify", "equivalence", "serve", "doctor", "demo", "patch"):
+    for name in ("capture", "inspect", "verify", "equivalence", "serve", "plan", "doctor", "demo"):
         assert name in done.stdout
 
 
