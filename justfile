@@ -50,6 +50,10 @@ soak *args: setup
 plan-docs: setup
     @PYTHONPATH=tests '{{ bin }}/python' -m plan_docs
 
+# Capture every model of the table on several stages and on one; writes docs/models.{json,md}.
+matrix *args: setup
+    @PYTHONPATH=tests '{{ bin }}/python' -m matrix {{ args }}
+
 # Formatting, lint rules, types.
 lint:
     @'{{ bin }}/ruff' format --check --quiet .
