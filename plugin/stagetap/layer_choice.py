@@ -209,8 +209,8 @@ def _resolve(choice: str, num_hidden_layers: int) -> tuple[int, ...]:
     if _is_path(choice):
         return _from_draft(choice, num_hidden_layers)
     if choice == "eagle3":
-        ids = (2, num_hidden_layers // 2, num_hidden_layers - 3)
-        return _deep_enough(choice, ids, num_hidden_layers)
+        aux = (2, num_hidden_layers // 2, num_hidden_layers - 3)
+        return _deep_enough(choice, aux, num_hidden_layers)
     if named := _SPREAD.fullmatch(choice):
         ids = spread(num_hidden_layers, _count(*named.groups()))
         return _deep_enough(choice, ids, num_hidden_layers)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import vllm
+from vllm.logger import init_logger
 
 from stagetap.engine.messages import WorkerFacts
 from stagetap.engine.series import check_series
 from stagetap.errors import Refused
 from stagetap.manifest import Tapped
+from stagetap.plan.balance import better_partition, engine_balance
 from stagetap.stores.base import Invariant
 from stagetap.taps import (
     ID_CONVENTION,
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
     from stagetap.options import ConnectorOptions
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own name
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,7 @@ def agree(
         options.layers, total, {rank: fact.taps for rank, fact in facts.items()}
     )
     first = next(iter(facts.values()))
+    _say_better_partition(facts, options.layers)
     return Agreement(
         owners={
             stage: fact
@@ -91,6 +96,19 @@ def agree(
             num_hidden_layers=total,
         ),
     )
+
+
+def _say_better_partition(
+    facts: Mapping[tuple[int, int], WorkerFacts], layer_ids: Sequence[int]
+) -> None:
+    """Log which partition would hold more KV blocks than this one, if one is worth a restart."""
+    stages = [
+        [fact.budget for (stage, _), fact in sorted(facts.items()) if stage == number]
+        for number in range(1 + max(stage for stage, _ in facts))
+    ]
+    balance = engine_balance(stages, layer_ids)
+    if balance is not None and (advice := better_partition(balance)) is not None:
+        logger.info("stagetap: %s", advice.line())
 
 
 def _check_equal(

@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 if TYPE_CHECKING:
     import numpy as np
 
+    from stagetap.plan.balance import StageBudget
     from stagetap.publish.publisher import FragmentReport
     from stagetap.stores.base import SampleRef
     from stagetap.taps import StageTaps
@@ -32,6 +33,7 @@ class WorkerFacts(KVConnectorHandshakeMetadata):
         weights_fingerprint: what it loaded; must be the same everywhere.
         series_digest: which patch series its vLLM carries.
         nonces: what it read in its store; the scheduler side's own must be among them.
+        budget: what it has left for KV blocks, None where that says nothing about partitions.
     """
 
     taps: StageTaps
@@ -42,6 +44,7 @@ class WorkerFacts(KVConnectorHandshakeMetadata):
     weights_fingerprint: str
     series_digest: str
     nonces: tuple[str, ...]
+    budget: StageBudget | None = None
 
 
 @dataclass(frozen=True)

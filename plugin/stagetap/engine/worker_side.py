@@ -10,6 +10,7 @@ import torch
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 
+from stagetap.engine.budget import noted_budget
 from stagetap.engine.capture import TapCacheLayer, installed_capture
 from stagetap.engine.checkpoint import checkpoint_fingerprint
 from stagetap.engine.messages import SaveOrder, StepOrders, WorkerFacts, WorkerNews
@@ -68,6 +69,7 @@ class WorkerSide:
             weights_fingerprint=checkpoint_fingerprint(vllm_config),
             series_digest=check_series(),
             nonces=(),
+            budget=noted_budget(vllm_config),
         )
         self._publisher: Publisher | None = None
         if self._layer is not None and get_tensor_model_parallel_rank() == 0:

@@ -93,6 +93,53 @@ class Balance:
 
 
 @dataclass(frozen=True)
+class StageBudget:
+    """What one rank of a running engine measured; sizes in bytes.
+
+    Attributes:
+        available_bytes: what ``determine_available_memory`` returned.
+        layer_weight_bytes: of its decoder layers, in their order; 0 where the memory for KV blocks
+            is given and not what weights leave.
+        layer_block_bytes: cache of these layers in one block.
+        tap_block_bytes: of one tap in one block, 0 for a stage that owns none.
+        tap_fixed_bytes: the capture buffer of one tap, 0 as for weights or where it owns none.
+    """
+
+    available_bytes: int
+    layer_weight_bytes: tuple[int, ...]
+    layer_block_bytes: tuple[int, ...]
+    tap_block_bytes: int
+    tap_fixed_bytes: int
+
+
+def engine_balance(
+    stages: Sequence[Sequence[StageBudget | None]], layer_ids: Sequence[int]
+) -> Balance | None:
+    """The balance of a running engine; None where a rank has nothing to say.
+
+    Args:
+        stages: what every rank of every stage measured. A stage has the layers of its first rank,
+            and the memory of the rank with least.
+        layer_ids: the asked taps.
+    """
+    measured = [[rank for rank in stage if rank is not None] for stage in stages]
+    if any(
+        len(said) < len(stage) or not stage for said, stage in zip(measured, stages, strict=True)
+    ):
+        return None
+    first = [stage[0] for stage in measured]
+    return Balance.measured(
+        partition=[len(stage.layer_weight_bytes) for stage in first],
+        available_bytes=[min(rank.available_bytes for rank in stage) for stage in measured],
+        layer_weight_bytes=[size for stage in first for size in stage.layer_weight_bytes],
+        layer_block_bytes=[size for stage in first for size in stage.layer_block_bytes],
+        layer_ids=layer_ids,
+        tap_block_bytes=max(stage.tap_block_bytes for stage in first),
+        tap_fixed_bytes=max(stage.tap_fixed_bytes for stage in first),
+    )
+
+
+@dataclass(frozen=True)
 class Advice:
     """A partition that holds more KV cache than the present one.
 

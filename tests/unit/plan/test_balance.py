@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stagetap.errors import Refused
-from stagetap.plan.balance import Balance, better_partition
+from stagetap.plan.balance import Balance, StageBudget, better_partition, engine_balance
 
 LAYERS = 8
 
@@ -113,6 +113,30 @@ def test_from_an_engines_own_numbers() -> None:
     )
     assert measured.memory_bytes == (4400, 4400)
     assert measured.blocks((4, 4)) == (100, 60)
+
+
+def budget(available: int, layers: int, **changes: Any) -> StageBudget:
+    """What a rank of a stage with equal layers measured."""
+    settings: dict[str, Any] = {
+        "available_bytes": available,
+        "layer_weight_bytes": (1000,) * layers,
+        "layer_block_bytes": (1,) * layers,
+        "tap_block_bytes": 0,
+        "tap_fixed_bytes": 0,
+    }
+    return StageBudget(**settings | changes)
+
+
+def test_what_ranks_measured_makes_a_balance() -> None:
+    """The rank with least counts, and taps weigh what their owner says."""
+    first = [budget(400, 3), budget(300, 3)]
+    last = [budget(500, 5, tap_block_bytes=2, tap_fixed_bytes=40)] * 2
+    balance = engine_balance([first, last], [8])
+    assert balance is not None
+    assert balance.partition == (3, 5)
+    assert balance.blocks((3, 5)) == (100, 500 / 7)
+    assert engine_balance([first, [last[0], None]], [8]) is None
+    assert engine_balance([first, []], [8]) is None
 
 
 def test_stages_must_match() -> None:
