@@ -9,13 +9,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
-from stagetap.cli.arguments import JsonOption
-from stagetap.cli.output import print_json, results, table
-from stagetap.errors import StageTapError
+from stagetap.cli.arguments import EngineArgOption, JsonOption, TpOption, engine_arguments
+from stagetap.cli.output import activity, print_json, results, stdout_kept_clean, table
+from stagetap.errors import Refused, StageTapError
+from stagetap.layer_choice import HELP
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from stagetap.engine.capture.self_check import Verdict
 
 PLUGIN_GROUP = "vllm.general_plugins"
 PLUGIN_NAME = "stagetap"
@@ -39,30 +45,67 @@ def doctor_command(
     model: Annotated[
         str | None, typer.Argument(help="Look at this checkpoint as well: a folder, or smollm2.")
     ] = None,
+    pp: Annotated[
+        int | None,
+        typer.Option(
+            "--pp",
+            min=1,
+            help="Run the start-up self-check of the model on so many stages: where each tap is "
+            "read, and that it is what the model's own code gives. Weights are random, config.json "
+            "is enough.",
+        ),
+    ] = None,
+    tp: TpOption = 1,
+    layers: Annotated[
+        str | None, typer.Option("--layers", help=f"{HELP} Default: every id of the model.")
+    ] = None,
+    engine_arg: EngineArgOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check Python, torch, vLLM, the patch series, the plugin, the environment; and a checkpoint.
 
     Exit code 1 when something is wrong; the table says the cure.
     """
-    findings = [finding for check in CHECKS for finding in check()]
-    if model is not None:
-        findings += check_model(model)
-    healthy = all(finding.ok for finding in findings)
-    if as_json:
-        print_json(
-            {
-                "ok": healthy,
-                "checks": [{**asdict(each), "ok": each.ok} for each in findings],
-            }
-        )
-    else:
-        rows = table("check", "", "found", "cure")
-        for each in findings:
-            rows.add_row(each.check, "ok" if each.ok else "problem", each.found, each.cure or "")
-        results().print(rows)
-    if not healthy:
+    if pp is not None and model is None:
+        raise Refused("--pp says on how many stages a model is checked: name the model as well")
+    with stdout_kept_clean() as stdout, activity() as notify:
+        findings = [finding for check in CHECKS for finding in check()]
+        verdicts: list[Verdict] = []
+        if model is not None:
+            findings += check_model(model, weights=pp is None)
+        if model is not None and pp is not None and all(finding.ok for finding in findings):
+            notify(f"self-check of {model} on {pp} stages")
+            finding, verdicts = check_capture(model, pp, tp, layers, engine_arguments(engine_arg))
+            findings.append(finding)
+        _show(findings, verdicts, stdout if as_json else None, results(stdout))
+    if not all(finding.ok for finding in findings):
         raise typer.Exit(1)
+
+
+def _show(
+    findings: list[Finding], verdicts: list[Verdict], json_to: TextIO | None, console: Console
+) -> None:
+    if json_to is not None:
+        document = {
+            "ok": all(finding.ok for finding in findings),
+            "checks": [{**asdict(each), "ok": each.ok} for each in findings],
+            "taps": [asdict(each) for each in verdicts],
+        }
+        print_json(document, json_to)
+        return
+    if verdicts:
+        taps = table("tap", "stage", "captured", "equal to", "rows")
+        for each in verdicts:
+            shape = f"{each.dtype} {list(each.shape)}"
+            taps.add_row(
+                str(each.layer_id), str(each.stage), each.captured, each.compared_with, shape
+            )
+        console.print(taps)
+    rows = table("check", "", "found", "cure")
+    for finding in findings:
+        state = "ok" if finding.ok else "problem"
+        rows.add_row(finding.check, state, finding.found, finding.cure or "")
+    console.print(rows)
 
 
 def check_python() -> Iterator[Finding]:
@@ -159,11 +202,10 @@ def check_environment() -> Iterator[Finding]:
         yield Finding("cpu threads", f"{cores} cores")
 
 
-def check_model(name: str) -> Iterator[Finding]:
-    """A checkpoint, without loading it."""
+def check_model(name: str, weights: bool = True) -> Iterator[Finding]:
+    """A checkpoint, without loading it; ``weights``: whether config.json alone is too little."""
     import json
 
-    from stagetap.engine.families import check_architecture
     from stagetap.fingerprint import weights_fingerprint
     from stagetap.models import resolve_model
 
@@ -172,12 +214,30 @@ def check_model(name: str) -> Iterator[Finding]:
         if not folder.is_dir():
             yield Finding("model", f"{name} is no folder", "give the folder of a checkpoint")
             return
-        yield Finding("weights", f"{folder}, {weights_fingerprint(folder)[:23]}")
+        if weights or any(folder.glob("*.safetensors")):
+            yield Finding("weights", f"{folder}, {weights_fingerprint(folder)[:23]}")
         architectures = json.loads((folder / "config.json").read_text("utf-8")).get("architectures")
-        check_architecture(str((architectures or ["none named"])[0]))
-        yield Finding("architecture", architectures[0])
+        named = str((architectures or ["none named"])[0])
+        yield Finding("architecture", named, None if architectures else "name it in config.json")
     except (StageTapError, ValueError) as error:
         yield Finding("model", _first_line(error), "see the message")
+
+
+def check_capture(
+    model: str, pp: int, tp: int, layers: str | None, engine_args: dict[str, object]
+) -> tuple[Finding, list[Verdict]]:
+    """What the start-up self-check says of a model with random weights."""
+    from stagetap.engine.rehearsal import rehearse
+    from stagetap.models import resolve_model
+
+    try:
+        verdicts = rehearse(
+            resolve_model(model), layers=layers, pp=pp, tp=tp, engine_args=engine_args
+        )
+    except StageTapError as error:
+        return Finding("self-check", "refused", _first_line(error)), []
+    found = f"each of {len(verdicts)} taps is what the model's own code gives, on {pp} stages"
+    return Finding("self-check", found), verdicts
 
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (

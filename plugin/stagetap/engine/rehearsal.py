@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def rehearse(
     model: str,
     *,
-    layers: str | Sequence[int],
+    layers: str | Sequence[int] | None,
     pp: int,
     tp: int = 1,
     engine_args: dict[str, Any] | None = None,
@@ -28,7 +28,7 @@ def rehearse(
 
     Args:
         model: a checkpoint folder; its config.json is enough.
-        layers: ids, or a choice as :mod:`stagetap.layer_choice` has them.
+        layers: ids, or a choice as :mod:`stagetap.layer_choice` has them; None means every id.
         pp: pipeline stages.
         tp: tensor-parallel ranks of each stage.
         engine_args: further arguments of vLLM's ``EngineArgs``.
@@ -64,12 +64,17 @@ def rehearse(
     )
 
 
-def _start_workers(arguments: dict[str, Any], layers: str | Sequence[int], store: str) -> Any:
+def _start_workers(
+    arguments: dict[str, Any], layers: str | Sequence[int] | None, store: str
+) -> Any:
     from vllm import EngineArgs
     from vllm.v1.executor import Executor
 
     from stagetap.engine.flags import kv_transfer_config
 
+    if layers is None:
+        total = EngineArgs(**arguments).create_model_config().get_total_num_hidden_layers()
+        layers = range(total + 1)
     transfer = kv_transfer_config(layers, store)
     config = EngineArgs(**arguments, kv_transfer_config=transfer).create_engine_config()
     return Executor.get_class(config)(config)

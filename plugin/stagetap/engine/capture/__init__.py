@@ -2,8 +2,8 @@
 
 Every stage owns one cache layer, paged like the KV cache beside it, with one head per tap that the
 stage captures. Forward hooks keep each tap of a step in a fixed buffer, and after the step the rows
-go to their pages, so chunked prefill, cached prefixes and preemption need no thought of their own: a
-token whose KV entries are there has its taps there.
+go to their pages, so chunked prefill, cached prefixes and preemption need no thought of their own:
+a token whose KV entries are there has its taps there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vllm.distributed.parallel_state import get_pp_group
 from vllm.logger import init_logger
 
 from stagetap.engine.capture.cache import TapCacheLayer
-from stagetap.engine.capture.decoder import find_decoder
+from stagetap.engine.capture.decoder import Decoder, find_decoder
 from stagetap.engine.capture.probe import ROWS, Probe
 from stagetap.engine.capture.self_check import SelfCheck, TapPlan, Verdict
 from stagetap.errors import Refused
@@ -26,6 +26,7 @@ from stagetap.taps import StageTaps, owned_ids
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from torch.utils.hooks import RemovableHandle
     from vllm.config import VllmConfig
 
 __all__ = ["Capture", "TapCacheLayer", "install_capture", "installed_capture"]
@@ -92,9 +93,7 @@ def _install(
     asked: tuple[int, ...],
     forward: Callable[[int], object],
 ) -> Capture:
-    group, config = get_pp_group(), vllm_config.model_config
-    total = config.get_total_num_hidden_layers()
-    decoder = find_decoder(model, total)
+    decoder, check = self_check(model, vllm_config, forward)
     taps = StageTaps(
         start=decoder.start,
         end=decoder.end,
@@ -102,28 +101,10 @@ def _install(
     )
     if not taps.layer_ids:
         return Capture(taps)
-    rows = min(ROWS, vllm_config.scheduler_config.max_num_batched_tokens)
-    attention = vllm_config.compilation_config.static_forward_context.values()
-    probe = Probe(
-        model,
-        decoder,
-        config.get_hidden_size(),
-        config.get_vocab_size(),
-        forward,
-        [layer for layer in attention if isinstance(layer, nn.Module)],
-        rows,
-    )
-    check = SelfCheck(
-        model,
-        decoder,
-        probe,
-        stage=group.rank_in_group,
-        last=group.is_last_rank,
-        dtype=config.dtype,
-    )
     plans = check.choose(taps.layer_ids)
     # vLLM orders cache layers by the integer in their name: stay above the decoder's own.
-    layer = TapCacheLayer(vllm_config, taps, f"stagetap.taps.{total + group.rank_in_group}")
+    number = len(decoder.layers) + get_pp_group().rank_in_group
+    layer = TapCacheLayer(vllm_config, taps, f"stagetap.taps.{number}")
     hook(plans, layer)
     verdicts = check.prove(plans, layer)
     for verdict in verdicts:
@@ -137,7 +118,39 @@ def _install(
     return Capture(taps, layer, tuple(verdicts))
 
 
-def hook(plans: Iterable[TapPlan], layer: TapCacheLayer) -> None:
+def self_check(
+    model: nn.Module, vllm_config: VllmConfig, forward: Callable[[int], object]
+) -> tuple[Decoder, SelfCheck]:
+    """The decoder layers of this stage, and the check that finds and proves their taps.
+
+    Raises:
+        Refused: the model has no list of decoder layers that could be told from others.
+    """
+    group, config = get_pp_group(), vllm_config.model_config
+    decoder = find_decoder(model, config.get_total_num_hidden_layers())
+    layers_with_cache = vllm_config.compilation_config.static_forward_context.values()
+    probe = Probe(
+        model,
+        decoder,
+        width=config.get_hidden_size(),
+        vocabulary=config.get_vocab_size(),
+        forward=forward,
+        mixers=[layer for layer in layers_with_cache if isinstance(layer, nn.Module)],
+        rows=min(ROWS, vllm_config.scheduler_config.max_num_batched_tokens),
+    )
+    check = SelfCheck(
+        model,
+        decoder,
+        probe,
+        stage=group.rank_in_group,
+        last=group.is_last_rank,
+        dtype=config.dtype,
+    )
+    return decoder, check
+
+
+def hook(plans: Iterable[TapPlan], layer: TapCacheLayer) -> list[RemovableHandle]:
     """Let the forward pass fill the cache layer's columns."""
-    for column, plan in enumerate(plans):
-        plan.site.tap(plan.parts, partial(layer.keep, column))
+    return [
+        plan.site.tap(plan.parts, partial(layer.keep, column)) for column, plan in enumerate(plans)
+    ]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
-from vllm.utils.torch_utils import is_quantized_kv_cache
+from vllm.utils.torch_utils import direct_register_custom_op, is_quantized_kv_cache
 
 from stagetap.engine.invariant import BrokenInvariant
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from stagetap.taps import StageTaps
 
 
-@torch.library.custom_op("stagetap::keep_tap", mutates_args=("buffer", "counts"))
 def keep_tap(
     buffer: torch.Tensor,
     counts: torch.Tensor,
@@ -49,15 +48,24 @@ def keep_tap(
     counts[column] += rows.shape[0]
 
 
-@keep_tap.register_fake
-def _(
+def _keep_nothing(
     buffer: torch.Tensor,
     counts: torch.Tensor,
     column: int,
     hidden: torch.Tensor,
     residual: torch.Tensor | None,
 ) -> None:
-    """Nothing comes out."""
+    """What a compiler sees: nothing comes out."""
+
+
+_operators = torch.library.Library("stagetap", "FRAGMENT")
+direct_register_custom_op(
+    "keep_tap",
+    keep_tap,
+    mutates_args=["buffer", "counts"],
+    fake_impl=_keep_nothing,
+    target_lib=_operators,
+)
 
 
 class TapCacheLayer(CacheOnlyAttentionLayer):

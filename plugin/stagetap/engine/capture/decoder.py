@@ -56,7 +56,7 @@ def find_decoder(model: nn.Module, total: int) -> Decoder:
     found = list(_lists(language_model, total))
     if len(found) > 1:
         # A draft head or an encoder may have as many layers; the decoder's parent knows its range.
-        found = [one for one in found if hasattr(one[1], "start_layer")]
+        found = [one for one in found if hasattr(one[1], "start_layer")] or found
     if len(found) != 1:
         raise Refused(
             f"{type(model).__name__} has {len(found) or 'no'} lists of {total} decoder layers; "

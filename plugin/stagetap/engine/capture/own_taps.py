@@ -67,8 +67,8 @@ def lists_own_taps(model: nn.Module, decoder: nn.Module) -> bool:
 def asking_for(model: nn.Module, decoder: nn.Module, layer_id: int) -> Iterator[None]:
     """Ask the model's own tap code for one tap, through vLLM's interface for that."""
     before = tuple(getattr(decoder, ASKED))
-    model.set_aux_hidden_state_layers((layer_id,))  # type: ignore[operator]
+    model.set_aux_hidden_state_layers((layer_id,))
     try:
         yield
     finally:
-        model.set_aux_hidden_state_layers(before)  # type: ignore[operator]
+        model.set_aux_hidden_state_layers(before)

@@ -64,6 +64,7 @@ class Probe:
         self,
         model: nn.Module,
         decoder: Decoder,
+        *,
         width: int,
         vocabulary: int,
         forward: Callable[[int], object],

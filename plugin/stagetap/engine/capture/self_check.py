@@ -13,6 +13,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING
 
 import torch
+from vllm.logger import init_logger
 
 from stagetap.engine.capture.own_taps import asking_for, lists_own_taps
 from stagetap.engine.capture.sites import Part, Site
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from stagetap.engine.capture.cache import TapCacheLayer
     from stagetap.engine.capture.decoder import Decoder
     from stagetap.engine.capture.probe import Probe, Seen
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own name
 
 CHOOSING, PROVING = 1, 2
 """Seeds of the two probes."""
@@ -149,23 +152,37 @@ class SelfCheck:
         Ranks of one stage run equally many passes, whatever they see.
         """
         sites = [site for layer_id in layer_ids for site in self._sites(layer_id)]
-        if not lists_own_taps(self._model, self._decoder.parent):
-            before()
-            seen = self._probe.run(seed, sites)
-            for layer_id in layer_ids:
-                yield layer_id, self._reference(layer_id, seen), seen
-            return
         before()
-        first = self._probe.run(seed, sites)
-        if first.own:  # its own tap code speaks without being asked
-            for layer_id in layer_ids:
-                yield layer_id, self._reference(layer_id, first), first
-            return
+        seen = self._probe.run(seed, sites)
+        must_be_asked = not seen.own and lists_own_taps(self._model, self._decoder.parent)
+        known: dict[int, torch.Tensor] = {}
         for layer_id in layer_ids:
-            with asking_for(self._model, self._decoder.parent, layer_id):
+            if must_be_asked:
                 before()
-                seen = self._probe.run(seed, sites, asked=layer_id)
-            yield layer_id, self._reference(layer_id, seen), seen
+                asked = self._ask(layer_id, seed, sites)
+                if asked is None:
+                    before()
+                    asked = self._probe.run(seed, sites)
+                seen = asked
+            reference = self._reference(layer_id, seen, known | seen.own)
+            known[layer_id] = reference.value
+            yield layer_id, reference, seen
+
+    def _ask(self, layer_id: int, seed: int, sites: list[Site]) -> Seen | None:
+        """A pass in which the model's own tap code gives one tap; None when it has none there."""
+        try:
+            with asking_for(self._model, self._decoder.parent, layer_id):
+                return self._probe.run(seed, sites, asked=layer_id)
+        except (AttributeError, RuntimeError, TypeError) as error:
+            # DeepSeek-V3's adds a residual that does not exist before the first layer.
+            logger.info(
+                "stagetap: %s gives no tap %d of its own (%s: %s)",
+                type(self._model).__name__,
+                layer_id,
+                type(error).__name__,
+                error,
+            )
+            return None
 
     def _sites(self, layer_id: int) -> list[Site]:
         """Where a tap may be read, best first.
@@ -184,7 +201,8 @@ class SelfCheck:
             sites.append(Site(decoder.path_of(previous), decoder.layers[previous], "output"))
         return sites
 
-    def _reference(self, layer_id: int, seen: Seen) -> Reference:
+    def _reference(self, layer_id: int, seen: Seen, known: Mapping[int, torch.Tensor]) -> Reference:
+        """What a tap must be; refused when it could not be told from another one in ``known``."""
         reference = self._find_reference(layer_id, seen)
         value = reference.value
         if value.dtype != self._dtype:
@@ -197,7 +215,7 @@ class SelfCheck:
             raise self._refused(
                 layer_id, f"{reference.seen} has equal rows for different tokens ({_shape(value)})"
             )
-        for other, stream in seen.own.items():
+        for other, stream in known.items():
             if other != layer_id and same_bits(stream, value):
                 raise self._refused(
                     layer_id,

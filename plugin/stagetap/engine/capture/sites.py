@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 Part = str | int | None
-"""One tensor of a site: a parameter's name (input), a place or key (output), None: the output."""
+"""One tensor of a site: a parameter's name or place (input), a place or key (output), or None when
+it is the whole output.
+"""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,12 @@ class Site:
         names = parameter_names(self.module)
 
         def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            look({**dict(zip(names, args, strict=False)), **kwargs})
+            given: dict[Part, Any] = {
+                names[place] if place < len(names) else place: value
+                for place, value in enumerate(args)
+            }
+            given.update(kwargs)
+            look(given)
 
         return self.module.register_forward_pre_hook(before, with_kwargs=True)
 
@@ -61,7 +68,10 @@ class Site:
 
             return self.module.register_forward_hook(after)
         names = parameter_names(self.module)
-        places = [(str(part), names.index(str(part)) if part in names else -1) for part in parts]
+        places: list[tuple[Any, Any]] = [
+            (part, names.index(part) if isinstance(part, str) and part in names else part)
+            for part in parts
+        ]
 
         def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = [kwargs[name] if name in kwargs else args[place] for name, place in places]
@@ -71,9 +81,10 @@ class Site:
 
     def describe(self, parts: Sequence[Part]) -> str:
         """Such as ``hidden_states + residual into model.layers.4``."""
-        names = " + ".join("" if part is None else str(part) for part in parts)
-        preposition = "into" if self.moment == "input" else "out of"
-        return f"{names} {preposition} {self.path or 'the model'}".strip()
+        what = "argument" if self.moment == "input" else "output"
+        names = [f"{what} {part}" if isinstance(part, int) else part or what for part in parts]
+        preposition = "into" if self.moment == "input" else "of"
+        return f"{' + '.join(names)} {preposition} {self.path or 'the model'}".strip()
 
 
 def parameter_names(module: nn.Module) -> list[str]:
