@@ -1,0 +1,70 @@
+"""Tiny checkpoints in which a wrong tap shows: layers matter, and nothing is one or zero."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from checkpoints import FAMILIES, tiny_checkpoint
+from hugging_face import load_model, streams, text_inputs
+from matrix.truth import Truth
+
+pytestmark = pytest.mark.slow
+
+CLEARLY = 0.1
+IDS = [(17 * number) % 470 + 5 for number in range(40)]
+
+
+def norm_of_rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float().norm(dim=1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_matter_and_no_weight_is_plain(family: str, tmp_path: Path) -> None:
+    checkpoint = tiny_checkpoint(family, tmp_path)
+    for name, tensor in load_file(checkpoint / "model.safetensors").items():
+        values = tensor.float()
+        assert values.isfinite().all(), name
+        assert (values != 0).float().mean() > 0.5, name
+        assert values.numel() == 1 or values.std() > 0, name
+    found = streams(load_model(checkpoint), text_inputs(IDS))
+    assert len(found) in (7, 9)
+    for layer, (before, after) in enumerate(itertools.pairwise(found)):
+        rounded = [each.to(torch.bfloat16) for each in (before, after)]
+        moved = norm_of_rows(rounded[1].float() - rounded[0].float()) / norm_of_rows(rounded[0])
+        assert moved.median() > CLEARLY, layer
+        # Rows differ too: a tap that mixed tokens up would not go unnoticed.
+        assert (after[0] - after[1]).norm() > CLEARLY * after[0].norm(), layer
+
+
+def test_the_same_family_is_the_same_checkpoint(tmp_path: Path) -> None:
+    made = [tiny_checkpoint("llama", tmp_path / name) / "model.safetensors" for name in "ab"]
+    assert made[0].read_bytes() == made[1].read_bytes()
+    other = tiny_checkpoint("mistral", tmp_path / "c") / "model.safetensors"
+    assert made[0].read_bytes() != other.read_bytes()
+
+
+def test_a_truth_knows_its_own_layer(tmp_path: Path) -> None:
+    class Sample:
+        def __init__(self, layers: list[torch.Tensor]):
+            self.layer = layers.__getitem__
+            self.manifest = self
+            self.tapped = self
+            self.layer_ids = range(len(layers))
+
+    checkpoint = tiny_checkpoint("granite", tmp_path)
+    truth = Truth.of(checkpoint, {"a": text_inputs(IDS)})
+    exact = [each.to(torch.bfloat16) for each in truth.streams["a"]]
+    error, wrong = truth.error({"a": Sample(exact)})
+    assert error < 0.005
+    assert not wrong
+    swapped = [*exact[:2], exact[3], exact[2], *exact[4:]]
+    error, wrong = truth.error({"a": Sample(swapped)})
+    assert error > CLEARLY
+    assert [line.split(":")[0] for line in wrong] == ["sample 'a', layer 2", "sample 'a', layer 3"]
+    spoilt = [*exact[:-1], torch.full_like(exact[-1], float("nan"))]
+    assert truth.error({"a": Sample(spoilt)})[1]
