@@ -52,9 +52,20 @@ UNTOLD = {
     "hidden_size_per_layer_input": "embeddings of each layer",
     "num_kv_shared_layers": "layers that share a KV cache",
     "global_head_dim": "heads of two sizes",
+    "per_layer_config": "sizes that differ by layer",
+    "use_double_wide_mlp": "blocks of two widths",
     "is_encoder_decoder": "an encoder",
 }
 """Keys that, set, mean shapes which the plan cannot tell, and what they stand for."""
+
+_ENDS = frozenset({"embedding", "head", "norm"})
+_ENDS_EVERYWHERE = {
+    **dict.fromkeys(
+        ("gemma2", "gemma3_text", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe"), _ENDS
+    ),
+    "qwen3_next": frozenset({"embedding", "head"}),
+}
+"""What vLLM 0.32.0 allocates on every stage for these models, and not on the one that uses it."""
 
 _FOUR_NORMS = {"gemma2", "gemma3", "gemma3_text", "glm4", "glm4_moe_lite"}
 _HEAD_NORMS = ("qwen3", "gemma3")
@@ -103,6 +114,7 @@ class Model:
         max_len: longest sequence in tokens, None where position scaling makes it vLLM's to derive.
         layers: the N decoder layers.
         end_vectors: vectors as wide as the model behind the last layer.
+        ends_everywhere: which of embedding, head and norm every stage holds.
         quantization: of the weights.
         remarks: what the plan had to estimate or leave out.
     """
@@ -115,6 +127,7 @@ class Model:
     max_len: int | None
     layers: tuple[DecoderLayer, ...]
     end_vectors: int
+    ends_everywhere: frozenset[str]
     quantization: Quantization
     remarks: tuple[str, ...]
 
@@ -141,12 +154,13 @@ class Model:
 
     def outer_weights(self, first: bool, last: bool, parallel: Parallel) -> list[Weight]:
         """What a stage holds beside its decoder layers: embedding, output head, final norm."""
+        held = self.ends_everywhere
         found: list[Weight] = []
-        if first or (last and self.tied):
+        if first or (last and self.tied) or "embedding" in held:
             found.append(self.embedding("model.embed_tokens", parallel))
-        if last:
-            if not self.tied:
-                found.append(self.embedding("lm_head", parallel))
+        if (last or "head" in held) and not self.tied:
+            found.append(self.embedding("lm_head", parallel))
+        if last or "norm" in held:
             found += [vector(f"model.norm{n}", self.hidden_size) for n in range(self.end_vectors)]
         return found
 
@@ -216,6 +230,7 @@ def read_model(
         max_len=dims.optional_size("max_position_embeddings", "model_max_length"),
         layers=layers,
         end_vectors=3 if residuals else 1,
+        ends_everywhere=_ENDS_EVERYWHERE.get(model_type, frozenset()),
         quantization=quantization,
         remarks=tuple(remarks),
     )

@@ -158,8 +158,9 @@ def _compressed(config: Mapping[str, Any]) -> Callable[[Weight], Scheme | None]:
 def _compressed_scheme(weights: Mapping[str, Any]) -> Scheme:
     bits = _number(weights, "num_bits")
     group = weights.get("group_size")
-    # Scales of float4 are 8 bits wide (E8M0 of mxfp4, E4M3 of nvfp4), all others 16.
-    scale = 8 if weights.get("type") == "float" and bits == 4 else 16
+    # vLLM holds scales of 8-bit weights in float32, those of float4 as they are (E8M0 of mxfp4,
+    # E4M3 of nvfp4), and others in the model's dtype.
+    scale = 32 if bits == 8 else 8 if weights.get("type") == "float" else 16
     zero = 0 if weights.get("symmetric", True) else bits
     match weights.get("strategy"):
         case "group" | "tensor_group":

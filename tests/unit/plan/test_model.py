@@ -148,6 +148,7 @@ def test_what_is_guessed_is_said() -> None:
         ({"layer_types": ["linear_attention"] * 6}, "linear-attention layers of an unknown kind"),
         ({"index_topk": 2048}, "index_topk means an indexer"),
         ({"mamba_d_state": 64}, "Mamba layers"),
+        ({"per_layer_config": {"2": {"head_dim": 64}}}, "sizes that differ by layer"),
         ({"kv_lora_rank": 64}, "says no qk_nope_head_dim"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "'bitsandbytes'"),
     ],

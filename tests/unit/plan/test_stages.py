@@ -45,6 +45,16 @@ def test_tied_embeddings_lie_on_both_ends() -> None:
     assert sum(last.weight_bytes.values()) - sum(first.weight_bytes.values()) == NORM_BYTES
 
 
+def test_some_models_hold_both_ends_on_every_stage() -> None:
+    """As vLLM 0.32.0 builds Qwen3-MoE; Qwen3-Next leaves the norm to the last stage."""
+    first, middle, last = make_plan(read_model(MOE), [2], Parallel(3, 1)).stages
+    assert first.weight_bytes == middle.weight_bytes == last.weight_bytes
+    tied = make_plan(read_model({**MOE, "tie_word_embeddings": True}), [2], Parallel(3, 1)).stages[
+        1
+    ]
+    assert middle.weight_bytes["sharded"] - tied.weight_bytes["sharded"] == EMBEDDING_BYTES
+
+
 def test_tensor_parallelism_shares_what_it_can() -> None:
     model = read_model(LLAMA)
     (one,) = make_plan(model, [2], Parallel(1, 1)).stages
@@ -149,8 +159,8 @@ def test_what_is_refused(ids: list[int], settings: dict[str, Any], said: str) ->
     st.booleans(),
 )
 def test_stages_add_up(pp: int, ids: set[int], tp: int, expert_parallel: bool) -> None:
-    """Whatever the layout, the parts are those of the whole."""
-    model = read_model(MOE)
+    """Whatever the layout, the parts are those of the whole, where no stage holds another's."""
+    model = read_model({**MOE, "model_type": "novel_moe"})
     plan = make_plan(model, sorted(ids), Parallel(pp, tp, expert_parallel), batched_tokens=1)
     (whole,) = make_plan(model, sorted(ids), Parallel(1, tp, expert_parallel)).stages
     assert sorted(k for stage in plan.stages for k in stage.layer_ids) == sorted(ids)
