@@ -192,6 +192,10 @@ class KimiDeltaAttention:
         found.append(replicated(f"{prefix}.f_a_proj", self.head_dim, hidden))
         found += column_parallel(f"{prefix}.f_b_proj", width, self.head_dim, local, False)
         found += column_parallel(f"{prefix}.b_proj", self.heads, hidden, heads, False)
+        if self.full_rank_gate:
+            # One matrix in vLLM, of whole multiples of 16 rows on each rank.
+            padding = -(4 * local + self.head_dim + heads) % 16
+            found.append(Weight(f"{prefix}.padding", "sharded", padding, hidden, 0))
         found.append(
             vector(f"{prefix}.conv1d", 3 * width * self.conv, 3 * local * self.conv, FLOAT32)
         )

@@ -88,6 +88,17 @@ def test_a_quantization_block_is_not_cut() -> None:
     make_plan(model, [2], Parallel(1, 8, expert_parallel=True))
 
 
+def test_kimi_pads_its_input_projection() -> None:
+    """vLLM merges q, k, v, g, f_a and b of KDA: 4 * 1536 + 128 + 12 rows a rank become 6288."""
+    model = read_model(target("kimi-k3"))
+    weights = model.layers[0].weights(0, model.hidden_size, Parallel(1, 8))
+    names = ("q_proj", "k_proj", "v_proj", "g_proj", "f_a_proj", "b_proj", "padding")
+    merged = [
+        weight.rows for weight in weights if weight.name.endswith(tuple(f".{n}" for n in names))
+    ]
+    assert sum(merged) == 6288
+
+
 def test_kimi_pads_narrow_experts() -> None:
     """vLLM widens an expert to 256 a rank where tensor parallelism would leave less."""
     model = read_model(target("kimi-k3"))
