@@ -27,9 +27,9 @@ class ConnectorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """``kv_connector_extra_config`` of the StageTap connector.
 
     Attributes:
-        layers: layer ids to capture, in the order in which the reader shall give them back. A choice
-            such as ``eagle3`` (:mod:`stagetap.layer_choice`) may stand there in a configuration; the
-            front end puts ids in its place before anybody reads this.
+        layers: layer ids to capture, in the order in which the reader shall give them back. A
+            choice such as ``eagle3`` (:mod:`stagetap.layer_choice`) may stand there in a
+            configuration; the front end puts ids in its place before anybody reads this.
         store: where samples go: a directory or ``file:///directory``.
         run_id: the name under which this engine stores; generated at start when absent.
         export_default: whether a request that says nothing exports.
