@@ -207,7 +207,9 @@ def tap_pages(worker: Any) -> list[int]:
     return [len(layers), layers[0].kv_cache.shape[1], layers[0].kv_cache.shape[3]]
 
 
-def plain_generation(model: str, prompts: list[list[int]], pp: int) -> dict[str, Any]:
+def plain_generation(
+    model: str, prompts: list[list[int]], pp: int, enforce_eager: bool = True
+) -> dict[str, Any]:
     """Greedy tokens and their logprobs of an engine that does not use StageTap."""
     from stagetap.engine.environment import engine_environment
 
@@ -220,7 +222,7 @@ def plain_generation(model: str, prompts: list[list[int]], pp: int) -> dict[str,
         model,
         pipeline_parallel_size=pp,
         distributed_executor_backend="mp",
-        enforce_eager=True,
+        enforce_eager=enforce_eager,
         skip_tokenizer_init=True,
     )
     llm.llm_engine.collective_rpc(record_boundary)

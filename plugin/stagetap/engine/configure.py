@@ -122,6 +122,11 @@ def _check_engine(config: VllmConfig) -> None:
             f"a {config.model_config.runner_type} engine has no prompts to capture; "
             "use --runner generate"
         )
+    if config.model_config.is_encoder_decoder:
+        raise Refused(
+            f"{config.model_config.architecture} has an encoder and a decoder, and its prompt runs "
+            "through the former; capture takes decoder-only models"
+        )
     if config.speculative_config is not None:
         raise Refused(
             "capture beside speculative decoding is not in this version; drop "
