@@ -19,13 +19,19 @@ class MatrixArm(Arm):
 
     vLLM's attention on CPU splits its sums by threads: with equal shares, one single-stage
     reference serves all rows of a model.
+
+    Attributes:
+        shims: names of what the engine needs of ``tests/shims``.
     """
+
+    shims: tuple[str, ...] = ()
 
     def environment(self) -> dict[str, str]:
         environment = super().environment()
         ranks = self.pp * self.tp
         cores = max(ranks, len(os.sched_getaffinity(0)))
         environment[BINDING_ENV] = cores_by_rank(ranks, cores)
+        environment["STAGETAP_SHIMS"] = ",".join(self.shims)
         environment["PYTHONPATH"] = os.pathsep.join([str(TESTS / "shims"), str(TESTS)])
         if ranks == 1:
             # One stage needs no second process, which halves the time of its start.

@@ -26,6 +26,7 @@ class Model:
         chunked: whether its attention can go on in the middle of a prompt; a step takes
             :data:`CHUNK` tokens then.
         picture: whether one prompt has an image.
+        shims: of ``tests/shims``, what its engine needs beyond vLLM's CPU build.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Model:
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     chunked: bool = True
     picture: bool = False
+    shims: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,13 @@ MODELS = {
         Model("qwen3-next", "qwen3-next"),
         Model("deepseek-v3", "deepseek-v3", chunked=False),
         Model("transformers-backend", "llama", {"model_impl": "transformers"}),
-        Model("qwen2.5-vl", "qwen2.5-vl", picture=True),
-        Model("qwen3-vl", "qwen3-vl", picture=True),
+        Model("qwen2.5-vl", "qwen2.5-vl", picture=True, shims=("still-images",)),
+        Model(
+            "qwen3-vl",
+            "qwen3-vl",
+            picture=True,
+            shims=("still-images", "native-position-interpolation"),
+        ),
         Model("llama-int8", "llama-int8"),
     )
 }

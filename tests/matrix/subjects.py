@@ -49,6 +49,7 @@ class Subject:
             pp=row.pp,
             tp=row.tp,
             engine_args=engine_args,
+            shims=model.shims,
         )
 
     def truth(self) -> Truth:
