@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
@@ -61,8 +60,11 @@ def measured_budget(
         tap_block = cache_specs[capture.layer.layer_name].page_size_bytes // taps
         tap_fixed = 0 if given else _bytes(capture.layer.buffer) // taps
     for name, spec in cache_specs.items():
-        if capture.layer is None or name != capture.layer.layer_name:
-            blocks[extract_layer_index(name)] += spec.page_size_bytes
+        if capture.layer is not None and name == capture.layer.layer_name:
+            continue
+        if (index := _layer_index(name)) not in blocks:
+            return None  # a cache that is no decoder layer's: advice is no reason to guess
+        blocks[index] += spec.page_size_bytes
     if not given:
         for name, parameter in model.named_parameters():
             if (index := _layer_index(name)) in weights:
@@ -77,7 +79,7 @@ def measured_budget(
 
 
 def _layer_index(name: str) -> int:
-    """The decoder layer that a parameter belongs to, -1 for none."""
+    """The decoder layer that a parameter or a cache belongs to, -1 for none."""
     _, found, rest = name.partition("layers.")
     number = rest.partition(".")[0]
     return int(number) if found and number.isdigit() else -1
