@@ -46,7 +46,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "unknown choice": ({"options": {**GOOD, "layers": "eagle2"}}, ["'eagle2'", "eagle3"]),
     "shallow choice": ({"options": {**GOOD, "layers": "eagle3"}}, ["eagle3", "of 6 layers"]),
     "consumer": ({"transfer": {"kv_role": "kv_consumer"}}, ["kv_consumer", "kv_producer"]),
-    "compiled": ({"engine": {"enforce_eager": False}}, ["--enforce-eager"]),
+    "compiled": ({"engine": {"enforce_eager": False}}, []),
     "scheduler class": (
         {"engine": {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}},
         ["--scheduler-cls"],
@@ -174,7 +174,7 @@ def test_capture_with_an_unpatched_vllm_names_the_cure(
     [
         (["--stagetap-layers", "2,9", "--stagetap-store", "{store}"], "9 is above 6"),
         (["--stagetap-layers", "2"], "--stagetap-store is missing"),
-        (["--stagetap-layers", "2,x", "--stagetap-store", "{store}"], "'x' is not a layer id"),
+        (["--stagetap-layers", "2,x", "--stagetap-store", "{store}"], "'x' is no choice of layers"),
     ],
 )
 def test_plain_vllm_serve_prints_one_line_and_stops(

@@ -10,6 +10,7 @@ from vllm.distributed.parallel_state import get_pp_group
 from vllm.logger import init_logger
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
+from stagetap.engine.budget import note_budget
 from stagetap.engine.capture import install_capture, installed_capture
 from stagetap.engine.configure import options_of
 from stagetap.engine.connector import stagetap_connector
@@ -65,6 +66,13 @@ class CapturesTaps:
     def _run_dummy_tokens(self, count: int) -> None:
         """A forward pass as vLLM's first profiling run makes it: no caches exist yet."""
         self.model_runner._dummy_run(count, skip_attn=True, is_profile=True)
+
+    def determine_available_memory(self) -> int:
+        """As vLLM; what was found is kept for the advice about partitions."""
+        available: int = super().determine_available_memory()  # type: ignore[misc]
+        runner = self.model_runner
+        note_budget(self.vllm_config, runner.get_model(), runner.get_kv_cache_spec(), available)
+        return available
 
     def execute_model(
         self, scheduler_output: SchedulerOutput
