@@ -1,0 +1,149 @@
+"""What the small objects of the Mooncake store say, as bytes. Pure.
+
+Each is a line with the checksum of what follows, then one JSON document. An object is there whole
+or not at all; the checksum is for what happens to it afterwards.
+"""
+
+from typing import Literal, TypeVar
+
+import msgspec
+import xxhash
+
+from stagetap.errors import CorruptLog, ForeignStore, UnknownVersion
+from stagetap.manifest import Manifest, decode, encode
+from stagetap.stores.base import STORE_VERSION, Invariant
+
+Record = TypeVar("Record", bound=msgspec.Struct)
+
+
+class WriterRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A committer introduces itself; `nonce` is what workers must read back."""
+
+    writer: str
+    nonce: str
+
+
+class Page(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A page of the index: this attempt was committed, or failed on `stage`, at this time."""
+
+    kind: Literal["commit", "error"]
+    at_ns: int
+    sample_id: str
+    attempt: str
+    stage: int | None = None
+
+
+class Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A writer has at least so many pages."""
+
+    pages: int
+
+
+class ErrorRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Why an attempt failed."""
+
+    attempt: str
+    stage: int | None
+    cause: str
+    failed_at_ns: int
+
+
+class Owner(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Who made a claim, an acknowledgement or a tombstone."""
+
+    consumer: str
+
+
+class _Commit(msgspec.Struct, frozen=True):
+    committed_at_ns: int
+    writer: str
+    seq: int
+    manifest: msgspec.Raw
+
+
+class Commit(msgspec.Struct, frozen=True, kw_only=True):
+    """A commit: the manifest, and where the page is that tells of it."""
+
+    committed_at_ns: int
+    writer: str
+    seq: int
+    manifest: Manifest
+
+
+class _Head(msgspec.Struct):
+    store_version: int
+
+
+def seal(document: bytes) -> bytes:
+    """A document behind its checksum."""
+    return b"%b\n%b" % (xxhash.xxh3_64_hexdigest(document).encode(), document)
+
+
+def unseal(key: str, data: bytes) -> bytes:
+    """The document of a sealed object. Raises CorruptLog."""
+    checksum, _, document = data.partition(b"\n")
+    found = xxhash.xxh3_64_hexdigest(document).encode()
+    if found != checksum:
+        raise CorruptLog(
+            f"{key} is damaged or was not written by StageTap (checksum {found.decode()}): "
+            "start another run",
+            path=key,
+        )
+    return document
+
+
+def encode_record(record: msgspec.Struct) -> bytes:
+    """A record as it is stored."""
+    return seal(msgspec.json.encode(record))
+
+
+def decode_record(key: str, data: bytes, kind: type[Record]) -> Record:
+    """The record at `key`. Raises CorruptLog for what is none of this kind."""
+    document = unseal(key, data)
+    try:
+        return msgspec.json.decode(document, type=kind)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise CorruptLog(
+            f"{key} is whole but not of this version ({error}): read the run with the version "
+            "that wrote it",
+            path=key,
+        ) from error
+
+
+def encode_commit(committed_at_ns: int, writer: str, seq: int, manifest: Manifest) -> bytes:
+    """A commit as it is stored. Raises MalformedManifest or Refused."""
+    commit = _Commit(committed_at_ns, writer, seq, msgspec.Raw(encode(manifest)))
+    return seal(msgspec.json.encode(commit))
+
+
+def decode_commit(key: str, data: bytes) -> Commit:
+    """The commit at `key`. Raises CorruptLog, MalformedManifest or UnknownVersion."""
+    raw = decode_record(key, data, _Commit)
+    return Commit(
+        committed_at_ns=raw.committed_at_ns,
+        writer=raw.writer,
+        seq=raw.seq,
+        manifest=decode(raw.manifest),
+    )
+
+
+def encode_invariant(invariant: Invariant) -> bytes:
+    """What a run holds, as it is stored."""
+    return encode_record(invariant)
+
+
+def decode_invariant(key: str, data: bytes) -> Invariant:
+    """What a run holds. Raises UnknownVersion, ForeignStore or CorruptLog."""
+    document = unseal(key, data)
+    try:
+        head = msgspec.json.decode(document, type=_Head)
+        if head.store_version != STORE_VERSION:
+            raise UnknownVersion(
+                f"{key}: store_version is {head.store_version}, this StageTap reads "
+                f"{STORE_VERSION}: use the version that wrote it"
+            )
+        return msgspec.json.decode(document, type=Invariant)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise ForeignStore(
+            f"{key} was not written by StageTap ({error}): give another run", path=key
+        ) from error
