@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.forward_context import get_forward_context, override_forward_context
 from vllm.sequence import IntermediateTensors
 
@@ -27,6 +28,17 @@ if TYPE_CHECKING:
 
 ROWS = 16
 """Tokens in a probe: enough to tell rows apart, few enough to cost nothing."""
+
+
+ALLOCATIONS = frozenset(
+    {
+        torch.ops.aten.empty.memory_format,
+        torch.ops.aten.empty_like.default,
+        torch.ops.aten.empty_strided.default,
+        torch.ops.aten.new_empty.default,
+        torch.ops.aten.new_empty_strided.default,
+    }
+)
 
 
 @dataclass
@@ -55,8 +67,8 @@ class Probe:
         width: hidden size.
         vocabulary: token ids are drawn below it.
         forward: lets vLLM run the model with so many dummy tokens.
-        mixers: attention and state-space layers. Without caches vLLM skips them and leaves what was
-            in their output's memory; here they give random rows instead.
+        mixers: attention and state-space layers. Without caches vLLM skips them: some give zeros,
+            some whatever was in their output's memory. Here they give random rows instead.
         rows: how many.
     """
 
@@ -133,6 +145,7 @@ class Probe:
                     mixer.register_forward_hook(_random_output(numbers), with_kwargs=True).remove
                 )
             stack.enter_context(_RandomInputs(self._model, self._vocabulary, numbers))
+            stack.enter_context(_NoUnsetMemory(seed))
             stack.enter_context(watch_own_taps(self._decoder.parent, own, listed))
             self._forward(self._rows)
         return seen
@@ -181,6 +194,30 @@ class _RandomInputs:
             ids = torch.randperm(self._vocabulary, generator=numbers)[: value.numel()]
             return ids.to(value).reshape(value.shape)
         return value
+
+
+class _NoUnsetMemory(TorchDispatchMode):
+    """While it is entered, new memory holds random numbers and not what was there before.
+
+    A layer that vLLM skips, called in a way that no hook sees, gives its output as allocated: NaN
+    as likely as not, which would make all taps after it equal.
+    """
+
+    def __init__(self, seed: int):
+        super().__init__()
+        self._seed = seed
+        self._numbers: dict[torch.device, torch.Generator] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func in ALLOCATIONS and made.dtype in (torch.bfloat16, torch.float16, torch.float32):
+            if made.device not in self._numbers:
+                numbers = torch.Generator(made.device).manual_seed(self._seed)
+                self._numbers[made.device] = numbers
+            made.uniform_(-1, 1, generator=self._numbers[made.device])
+        return made
 
 
 def _random_output(numbers: torch.Generator) -> Callable[..., Any]:
