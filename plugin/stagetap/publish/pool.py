@@ -44,6 +44,7 @@ class SlotPool:
         memory = torch.empty(slots, stride, dtype=torch.uint8, pin_memory=pin_memory)
         self.slots = slots
         self.slot_bytes = slot_bytes
+        self.memory = memory  # uint8 [slots, stride]: all slots lie in it
         self._free = [Slot(index, memory[index, :slot_bytes]) for index in range(slots)]
         self._waiting: list[int] = []
         self._changed = threading.Condition()

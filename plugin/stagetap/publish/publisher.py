@@ -114,6 +114,7 @@ class Publisher:
     ) -> None:
         """Allocate the pool and start the threads. Raises Refused for sizes below 1.
 
+        Raises StoreError when the store cannot work with the pool's memory.
         With `refuse_nonfinite` a job that gathers a NaN or Inf fails with NonFinite.
         """
         if writer_threads < 1:
@@ -121,6 +122,7 @@ class Publisher:
         self._store = store_writer
         self._refuse_nonfinite = refuse_nonfinite
         self.pool = SlotPool(slots, slot_bytes, pin_memory)
+        self._store.use_memory(memoryview(self.pool.memory.view(-1).numpy()))
         # Guards all that follows, and the state of every job. Nobody calls out while holding it.
         self._changed = threading.Condition()
         self._queued: deque[_Ticketed] = deque()

@@ -237,7 +237,7 @@ class HiddenStatesDataset(Dataset[Sample]):
 
     def _load(self, entry: CommitEntry) -> Sample:
         try:
-            return self._assemble(self._reader.manifest(entry))
+            return read_sample(self._reader, self._reader.manifest(entry), self._verify)
         except MissingFragment:
             # Perhaps somebody has deleted the sample since we learnt of it.
             self._learn()
@@ -245,20 +245,22 @@ class HiddenStatesDataset(Dataset[Sample]):
                 raise _not_found(entry.sample_id, "is deleted") from None
             raise
 
-    def _assemble(self, manifest: Manifest) -> Sample:
-        check_kind(self.invariant, manifest)
-        stages = []
-        for fragment in manifest.fragments:
-            stored = self._reader.fragment(manifest, fragment)
-            if stored.input_ids is not None:
-                check_tokens(manifest, fragment, stored.input_ids)
-                input_ids = torch.frombuffer(stored.input_ids, dtype=torch.int64)
-            stages.append(StageStates(fragment, stored))
-        # Which fragment holds the token ids, and that just one does, was checked with the manifest.
-        sample = Sample(manifest, stages, input_ids)
-        if self._verify:
-            sample.verify()
-        return sample
+
+def read_sample(reader: StoreReader, manifest: Manifest, verify: bool) -> Sample:
+    """The sample of a manifest, put together and checked. Raises as `HiddenStatesDataset[key]`."""
+    check_kind(reader.invariant, manifest)
+    stages = []
+    for fragment in manifest.fragments:
+        stored = reader.fragment(manifest, fragment)
+        if stored.input_ids is not None:
+            check_tokens(manifest, fragment, stored.input_ids)
+            input_ids = torch.frombuffer(stored.input_ids, dtype=torch.int64)
+        stages.append(StageStates(fragment, stored))
+    # Which fragment holds the token ids, and that just one does, was checked with the manifest.
+    sample = Sample(manifest, stages, input_ids)
+    if verify:
+        sample.verify()
+    return sample
 
 
 def _one_run(sample_id: str, entries: list[CommitEntry]) -> list[CommitEntry]:

@@ -85,6 +85,12 @@ class StoreWriter(Protocol):
     def read_nonces(self) -> list[str]:
         """The nonces that committers left in this store. Raises StoreError."""
 
+    def use_memory(self, memory: memoryview) -> None:
+        """Learn, before the first fragment, in which memory all rows will be.
+
+        The memory stays where it is until `close`. Raises StoreError.
+        """
+
     def open_fragment(self, header: FragmentHeader) -> FragmentWriter:
         """Start a fragment. Raises StoreError. Safe to call from several threads."""
 

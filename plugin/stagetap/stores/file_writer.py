@@ -49,6 +49,9 @@ class FileStoreWriter:
                     continue  # the nonce of an engine that has just ended
         return nonces
 
+    def use_memory(self, memory: memoryview) -> None:
+        """The kernel reads any memory."""
+
     def open_fragment(self, header: FragmentHeader) -> FragmentWriter:
         """Create the fragment's file and write all that precedes its rows. Raises StoreError."""
         make_below(self._root, attempt_path(header.ref))

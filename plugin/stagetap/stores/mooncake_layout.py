@@ -161,5 +161,19 @@ def next_position(exists: Sequence[bool]) -> tuple[list[int], int]:
     return there, there[-1] + 1 if there else 0
 
 
+def log_name(writer: str, stretch: int) -> str:
+    """What a reader calls the pages of a writer from page `stretch` on, up to the next gap.
+
+    Readers that met other gaps, because they came later, name other logs: a position in the order
+    of one of them is then refused by the others instead of meaning something else.
+    """
+    return f"{writer}@{stretch}"
+
+
+def writer_of(name: str) -> str:
+    """The writer in a `log_name`."""
+    return name.rpartition("@")[0]
+
+
 def _attempt(ref: SampleRef) -> str:
     return attempt_key(ref.run_id, ref.sample_id, ref.attempt)

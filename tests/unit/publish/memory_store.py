@@ -41,6 +41,9 @@ class MemoryStore:
     def close(self) -> None:
         raise NotImplementedError
 
+    def use_memory(self, memory: memoryview) -> None:
+        self.memory = memory
+
     def open_fragment(self, header: FragmentHeader) -> "MemoryWriter":
         self.on_open(header)
         self.headers.append(header)

@@ -1,0 +1,185 @@
+"""The index of a run: who writes it, its pages, and how to find them without listing keys."""
+
+import time
+from dataclasses import dataclass
+
+from stagetap.errors import StoreError
+from stagetap.stores.mooncake_layout import (
+    MARK_EVERY,
+    PAGE_WINDOW,
+    WRITER_WINDOW,
+    mark_keys,
+    next_position,
+    page_key,
+    writer_key,
+)
+from stagetap.stores.mooncake_objects import Objects, create
+from stagetap.stores.mooncake_records import (
+    Mark,
+    Page,
+    WriterRecord,
+    decode_record,
+    encode_record,
+)
+
+LOOK_SECONDS = 0.5
+"""How often a reader that finds no new page looks for new writers and for pages far ahead."""
+
+
+def read_writers(objects: Objects, run_id: str) -> list[WriterRecord]:
+    """All committers that have introduced themselves to a run. Raises StoreError, CorruptLog."""
+    found: list[WriterRecord] = []
+    start = 0
+    while True:
+        keys = [writer_key(run_id, n) for n in range(start, start + WRITER_WINDOW)]
+        there = [key for key, exists in zip(keys, objects.exist(keys), strict=True) if exists]
+        if not there:
+            return found
+        for key in there:
+            data = objects.get(key)
+            if data is not None:
+                found.append(decode_record(key, data, WriterRecord))
+        start += WRITER_WINDOW
+
+
+class IndexWriter:
+    """Appends pages to the index of one run, from one thread at a time."""
+
+    def __init__(self, objects: Objects, run_id: str, record: WriterRecord) -> None:
+        self._objects = objects
+        self._run_id = run_id
+        self._record = record
+        self._key: str | None = None  # where this writer has introduced itself
+        self.next_seq = 0
+
+    @property
+    def writer(self) -> str:
+        """The id of this writer."""
+        return self._record.writer
+
+    @property
+    def nonce(self) -> str:
+        """The nonce with which this writer introduced itself."""
+        return self._record.nonce
+
+    def introduce(self) -> None:
+        """Take the first free writer number. Raises StoreError."""
+        ours = encode_record(self._record)
+        start = 0
+        while True:
+            keys = [writer_key(self._run_id, n) for n in range(start, start + WRITER_WINDOW)]
+            exists = self._objects.exist(keys)
+            for key, taken in zip(keys, exists, strict=True):
+                if not taken and create(self._objects, key, ours) == ours:
+                    self._key = key
+                    return
+            start += WRITER_WINDOW
+
+    def is_known(self) -> bool:
+        """Whether readers can still find this writer: a master that restarts forgets everything.
+
+        Raises StoreError.
+        """
+        return self._key is not None and self._objects.exist([self._key])[0]
+
+    def append(self, page: Page) -> None:
+        """Store a page: readers see it from here on. Raises StoreError, StoreFull.
+
+        A page that could not be stored leaves its number unused, as if it had been consumed: the
+        put may still have happened, and two pages of one number would be one page too few.
+        """
+        seq, self.next_seq = self.next_seq, self.next_seq + 1
+        if seq % MARK_EVERY == 0:
+            self._mark(seq)
+        key = page_key(self._run_id, self.writer, seq)
+        data = encode_record(page)
+        self._objects.put(key, data)
+        if self._objects.get(key) not in (data, None):  # None: consumed at once
+            raise StoreError(f"{key} exists already: two engines have one writer id", path=key)
+
+    def _mark(self, pages: int) -> None:
+        """Note how many pages there are. One of two places stays valid while the other changes."""
+        key = mark_keys(self._run_id, self.writer)[pages // MARK_EVERY % 2]
+        self._objects.remove([key], force=True)
+        self._objects.put(key, encode_record(Mark(pages=pages)))
+
+
+@dataclass(frozen=True)
+class FoundPage:
+    """A page, and where it is. `stretch` is the first page of those before it without a gap."""
+
+    writer: str
+    seq: int
+    stretch: int
+    page: Page
+
+
+@dataclass
+class _Position:
+    seq: int = 0  # the next page to look for
+    stretch: int = 0
+    stretch_end: int = 0
+
+
+class IndexReader:
+    """Reads on, from where it stood, in the indexes of all writers of a run."""
+
+    def __init__(self, objects: Objects, run_id: str) -> None:
+        self._objects = objects
+        self._run_id = run_id
+        self._positions: dict[str, _Position] = {}
+        self._found: list[FoundPage] = []  # not returned yet
+        self._looked = float("-inf")
+
+    def poll(self) -> list[FoundPage]:
+        """The pages that were not returned yet, per writer in order. Raises StoreError, CorruptLog.
+
+        After a StoreError the next call goes on where this one stopped, after a CorruptLog behind
+        the page that is damaged: no other page is lost.
+        """
+        for writer in self._positions:
+            self._read_on(writer)
+        now = time.monotonic()
+        if not self._found and now - self._looked >= LOOK_SECONDS:
+            for record in read_writers(self._objects, self._run_id):
+                self._positions.setdefault(record.writer, _Position())
+            for writer in self._positions:
+                self._read_on(writer, self._marked_pages(writer))
+            self._looked = now
+        found, self._found = self._found, []
+        return found
+
+    def _read_on(self, writer: str, known_pages: int = 0) -> None:
+        """Take pages from the writer's position on; it has at least `known_pages`."""
+        position = self._positions[writer]
+        while True:
+            start = position.seq
+            keys = [page_key(self._run_id, writer, start + n) for n in range(PAGE_WINDOW)]
+            there, advance = next_position(self._objects.exist(keys))
+            for offset in there:
+                self._take(writer, position, start + offset, keys[offset])
+            if not advance:
+                if start >= known_pages:
+                    return
+                # All of these were written, and are gone.
+                position.seq = min(start + PAGE_WINDOW, known_pages)
+
+    def _take(self, writer: str, position: _Position, seq: int, key: str) -> None:
+        data = self._objects.get(key)
+        position.seq = seq + 1
+        if data is None:
+            return  # consumed since
+        page = decode_record(key, data, Page)
+        if seq != position.stretch_end:
+            position.stretch = seq
+        position.stretch_end = seq + 1
+        self._found.append(FoundPage(writer, seq, position.stretch, page))
+
+    def _marked_pages(self, writer: str) -> int:
+        """How many pages a writer has at least."""
+        marks = []
+        for key in mark_keys(self._run_id, writer):
+            data = self._objects.get(key)
+            if data is not None:
+                marks.append(decode_record(key, data, Mark).pages)
+        return max(marks, default=0)

@@ -1,0 +1,119 @@
+"""What the Mooncake store needs of a connection, and the few operations that are built on it.
+
+The real one is `mooncake_client.py`. Everything above this file talks to `Objects`, so that the
+order of steps can be tested with a store that dies between any two of them.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from stagetap.errors import StoreError
+
+_PAUSE_SECONDS = (0.005, 0.2)  # the first pause between two tries, and the longest
+_CREATE_SECONDS = 2.0
+
+
+class StoreFull(StoreError):
+    """No segment has room for an object now."""
+
+
+class Objects(Protocol):
+    """Immutable objects under keys: what is there under a key stays, until it is removed."""
+
+    def put(self, key: str, data: bytes) -> None:
+        """Store an object. Where one is, or is just being made, nothing happens.
+
+        Raises StoreFull or StoreError.
+        """
+
+    def put_from(self, key: str, address: int, size_bytes: int) -> None:
+        """As `put`, from registered memory; it is free again on return."""
+
+    def get(self, key: str) -> bytes | None:
+        """The object; None when there is none. Raises StoreError."""
+
+    def get_into(
+        self, keys: Sequence[str], addresses: Sequence[int], sizes_bytes: Sequence[int]
+    ) -> list[int | None]:
+        """Objects into registered memory: how many bytes each had; None where there is none.
+
+        An object larger than its place is not read. Raises StoreError.
+        """
+
+    def exist(self, keys: Sequence[str]) -> list[bool]:
+        """Which of the keys hold an object. Raises StoreError."""
+
+    def size(self, key: str) -> int | None:
+        """Bytes of an object; None when there is none. Raises StoreError."""
+
+    def remove(self, keys: Sequence[str], *, force: bool = False) -> list[str]:
+        """Remove objects; the keys that stay because somebody reads them, never with `force`.
+
+        That there is none is no error. Raises StoreError.
+        """
+
+    def register(self, address: int, size_bytes: int) -> None:
+        """Let transfers use this memory. Raises StoreError."""
+
+    def unregister(self, address: int) -> None:
+        """End that, before the memory goes. Raises StoreError."""
+
+    def close(self) -> None:
+        """End the connection. Twice is no error."""
+
+
+def create(objects: Objects, key: str, data: bytes, timeout_s: float = _CREATE_SECONDS) -> bytes:
+    """Put an object if there is none, and return the one that is there then, ours or another's.
+
+    Of several who do this at once all get the same answer: the first put wins, and who wins is
+    known only by reading. Raises StoreError, StoreFull.
+    """
+    found: bytes | None = None
+
+    def created() -> bool:
+        nonlocal found
+        objects.put(key, data)
+        # None: the winner is still writing, or somebody removes what we look for.
+        found = objects.get(key)
+        return found is not None
+
+    if not wait_until(created, timeout_s) or found is None:
+        raise StoreError(f"{key} was not there {timeout_s:g} s after it was put", path=key)
+    return found
+
+
+def wait_until(done: Callable[[], bool], timeout_s: float) -> bool:
+    """Ask until the answer is yes, with growing pauses; whether it came in time."""
+    deadline = time.monotonic() + timeout_s
+    pause, longest = _PAUSE_SECONDS
+    while not done():
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return False
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, longest)
+    return True
+
+
+def put_when_there_is_room(put: Callable[[], None], timeout_s: float, what: str) -> None:
+    """Run a put again and again as long as the store is full: consumers make room.
+
+    Raises StoreFull after `timeout_s`, StoreError.
+    """
+    full: StoreFull | None = None
+
+    def stored() -> bool:
+        nonlocal full
+        try:
+            put()
+        except StoreFull as error:
+            full = error
+            return False
+        return True
+
+    if not wait_until(stored, timeout_s):
+        raise StoreFull(
+            f"no room for {what} within {timeout_s:g} s: {full}: let consumers delete what they "
+            "have read, or give the store larger segments"
+        ) from full

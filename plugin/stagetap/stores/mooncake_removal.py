@@ -1,0 +1,157 @@
+"""Taking samples out of a Mooncake store, while others may still hold leases on them.
+
+The order of steps makes every half-done removal one that can be finished by whoever finds it: a
+tombstone first, so that nobody takes the rest for a broken sample; then the data; then the commit,
+which names the data; then the tombstone; at last the page, which leads to all of it.
+"""
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from stagetap.errors import StoreError
+from stagetap.manifest import Manifest
+from stagetap.stores.base import SampleRef
+from stagetap.stores.mooncake_layout import (
+    ack_key,
+    claim_key,
+    error_record_key,
+    keys_of,
+    page_key,
+    sample_commit_key,
+    tombstone_key,
+)
+from stagetap.stores.mooncake_objects import Objects
+from stagetap.stores.mooncake_records import Owner, encode_record
+
+_RETRY_SECONDS = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doomed:
+    """What is to be removed: one attempt.
+
+    `manifest` is None when there is no commit any more, or never was one; `pages` are (writer, seq)
+    of what leads to the attempt; `error_stages` are those whose failure it recorded.
+    """
+
+    ref: SampleRef
+    manifest: Manifest | None
+    pages: tuple[tuple[str, int], ...] = ()
+    consumers: tuple[str, ...] = ()
+    error_stages: tuple[int | None, ...] = ()
+
+
+def steps(doomed: Doomed) -> list[list[str]]:
+    """The keys to remove, in groups: one group after the other. Pure."""
+    ref = doomed.ref
+    data = [error_record_key(ref, stage) for stage in doomed.error_stages]
+    names = [claim_key(ref), *[ack_key(ref, consumer) for consumer in doomed.consumers]]
+    if doomed.manifest is not None:
+        data += keys_of(doomed.manifest)
+        names.append(sample_commit_key(ref.run_id, ref.sample_id))
+    pages = [page_key(ref.run_id, writer, seq) for writer, seq in doomed.pages]
+    return [group for group in (data, names, [tombstone_key(ref)], pages) if group]
+
+
+class Remover:
+    """Removes attempts: at once where nobody reads, behind the caller's back where somebody does.
+
+    A read takes a lease, our own reads too, and Mooncake removes nothing that is leased. With
+    `force` leases are ignored: for samples that nobody else can be reading.
+    """
+
+    def __init__(self, objects: Objects, lease_wait_s: float) -> None:
+        self._objects = objects
+        self._lease_wait_s = lease_wait_s
+        self._changed = threading.Condition()
+        self._waiting: deque[_Waiting] = deque()
+        self._thread: threading.Thread | None = None
+        self._failed: StoreError | None = None
+
+    def remove(self, doomed: Doomed, *, force: bool) -> None:
+        """Make the attempt unreadable, and remove it now or as soon as its leases end.
+
+        Raises StoreError, also once for an earlier removal that failed meanwhile.
+        """
+        self._raise_failure()
+        if doomed.manifest is not None:
+            owner = Owner(consumer="")
+            self._objects.put(tombstone_key(doomed.ref), encode_record(owner))
+        waiting = _Waiting(steps(doomed), time.monotonic() + self._lease_wait_s)
+        if self._advance(waiting, force):
+            return
+        with self._changed:
+            self._waiting.append(waiting)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._serve, name="stagetap-remover", daemon=True
+                )
+                self._thread.start()
+            self._changed.notify_all()
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait until all that was to be removed is. Raises StoreError when it is not in time."""
+        with self._changed:
+            done = self._changed.wait_for(lambda: not self._waiting, timeout_s)
+            left = len(self._waiting)
+        self._raise_failure()
+        if not done:
+            raise StoreError(
+                f"{left} samples are still being read {timeout_s:g} s after they were deleted: "
+                "wait longer, or force their removal"
+            )
+
+    @property
+    def pending(self) -> int:
+        """Attempts that wait for the end of a lease."""
+        return len(self._waiting)
+
+    def _advance(self, waiting: "_Waiting", force: bool = False) -> bool:
+        """Remove what can be removed; whether that was all. Raises StoreError."""
+        while waiting.groups:
+            leased = self._objects.remove(waiting.groups[0], force=force)
+            if leased:
+                waiting.groups[0] = list(leased)
+                return False
+            del waiting.groups[0]
+        return True
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting)
+                tries = list(self._waiting)
+            for waiting in tries:
+                failure: StoreError | None = None
+                try:
+                    done = self._advance(waiting)
+                except StoreError as error:
+                    done, failure = False, error
+                if not done and time.monotonic() > waiting.deadline:
+                    done = True
+                    failure = failure or StoreError(
+                        f"{waiting.groups[0][0]} is read again and again, so it could not be "
+                        f"removed within {self._lease_wait_s:g} s: set lease_wait or force_remove"
+                    )
+                elif not done:
+                    failure = None  # perhaps the next try succeeds
+                with self._changed:
+                    if failure is not None:
+                        self._failed = failure
+                    if done:
+                        self._waiting.remove(waiting)
+                        self._changed.notify_all()
+            time.sleep(_RETRY_SECONDS)
+
+    def _raise_failure(self) -> None:
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
+
+
+@dataclass(eq=False)
+class _Waiting:
+    groups: list[list[str]]
+    deadline: float

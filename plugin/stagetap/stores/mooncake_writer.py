@@ -1,0 +1,125 @@
+"""The worker's side of the Mooncake store: fragments straight from the slots of the pool."""
+
+import math
+from functools import partial
+
+import numpy as np
+
+from stagetap.errors import StoreError
+from stagetap.manifest import DTYPE_ITEMSIZE
+from stagetap.stores.base import FragmentHeader, FragmentWriter, StoredFragment
+from stagetap.stores.mooncake_index import read_writers
+from stagetap.stores.mooncake_layout import fragment_path, input_ids_key, part_key
+from stagetap.stores.mooncake_objects import Objects, put_when_there_is_room
+
+
+class MooncakeStoreWriter:
+    """Writes fragments of one run."""
+
+    def __init__(self, objects: Objects, run_id: str, room_timeout_s: float) -> None:
+        """`room_timeout_s`: how long a write waits for room in a full store."""
+        self._objects = objects
+        self._run_id = run_id
+        self._room_timeout_s = room_timeout_s
+        self._registered: int | None = None
+
+    def read_nonces(self) -> list[str]:
+        """The nonces of all committers of the run. Raises StoreError."""
+        return [record.nonce for record in read_writers(self._objects, self._run_id)]
+
+    def use_memory(self, memory: memoryview) -> None:
+        """Register the pool, once: a transfer reads the slots where they are. Raises StoreError."""
+        address = _address(memory)
+        self._objects.register(address, memory.nbytes)
+        self._registered = address
+
+    def open_fragment(self, header: FragmentHeader) -> FragmentWriter:
+        """Start a fragment. Raises StoreError, also for an attempt id that was used before."""
+        if header.ref.run_id != self._run_id:
+            raise StoreError(
+                f"a fragment of run {header.ref.run_id!r} cannot go to run {self._run_id!r}: give "
+                "the engine the run of its store's address"
+            )
+        return MooncakeFragmentWriter(self._objects, header, self._room_timeout_s)
+
+    def close(self) -> None:
+        """Unregister the pool and end the connection. Raises StoreError."""
+        if self._registered is not None:
+            self._objects.unregister(self._registered)
+            self._registered = None
+        self._objects.close()
+
+
+class MooncakeFragmentWriter:
+    """One fragment: an object, or numbered parts where it is larger than one write.
+
+    There is nothing to make visible at the end: each part is there whole or not at all, and nobody
+    looks for them before a commit names them.
+    """
+
+    def __init__(self, objects: Objects, header: FragmentHeader, room_timeout_s: float) -> None:
+        self._objects = objects
+        self._room_timeout_s = room_timeout_s
+        self._path = fragment_path(header.ref, header.stage)
+        self._total_bytes = math.prod(header.shape) * DTYPE_ITEMSIZE[header.dtype]
+        self._missing_bytes = self._total_bytes
+        self._first_bytes: int | None = None
+        self._parts: list[str] = []
+        self._tried: list[str] = []  # what abort has to remove
+        if any(objects.exist([self._path, part_key(self._path, 0), input_ids_key(self._path)])):
+            # A put would be ignored, and the commit would name what others have stored.
+            raise StoreError(
+                f"{self._path} exists already: an attempt id was used twice; use a fresh one",
+                path=self._path,
+            )
+        if header.token_ids is not None:
+            ids = np.ascontiguousarray(header.token_ids, dtype="<i8").tobytes()
+            key = input_ids_key(self._path)
+            try:
+                self._put(key, partial(objects.put, key, ids), len(ids))
+            except BaseException:
+                self._objects.remove([key], force=True)  # nobody gets a writer to abort
+                raise
+
+    def write(self, rows: memoryview) -> None:
+        """Store rows as the next part. The memory is free again on return, however it ends.
+
+        Raises StoreError, also for more rows than the shape says, and StoreFull when no room was
+        made in time.
+        """
+        size = rows.nbytes
+        self._missing_bytes -= size
+        if self._missing_bytes < 0:
+            raise self._wrong(f"{-self._missing_bytes} bytes more than its shape says")
+        if self._first_bytes is None:
+            self._first_bytes = size
+        if size > self._first_bytes or (size < self._first_bytes and self._missing_bytes):
+            raise self._wrong("parts of different sizes: only the last one may be smaller")
+        whole = size == self._total_bytes
+        key = self._path if whole else part_key(self._path, len(self._parts))
+        self._put(key, partial(self._objects.put_from, key, _address(rows), size), size)
+        if not whole:
+            self._parts.append(key)
+
+    def finish(self) -> StoredFragment:
+        """Where the fragment is. Raises StoreError when it is short."""
+        if self._missing_bytes:
+            raise self._wrong(f"{self._missing_bytes} bytes fewer than its shape says")
+        return StoredFragment(path=self._path, file_bytes=None, parts=tuple(self._parts))
+
+    def abort(self) -> None:
+        """Remove all that was put. Nobody can be reading it. Raises StoreError."""
+        self._objects.remove(self._tried, force=True)
+
+    def _put(self, key: str, put: partial[None], size_bytes: int) -> None:
+        self._tried.append(key)
+        put_when_there_is_room(
+            put, self._room_timeout_s, f"{key} ({size_bytes} of {self._total_bytes} bytes)"
+        )
+
+    def _wrong(self, reason: str) -> StoreError:
+        return StoreError(f"{self._path}: {reason}", path=self._path)
+
+
+def _address(memory: memoryview) -> int:
+    return int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
