@@ -16,7 +16,7 @@ import torch
 
 from stagetap.manifest import Fragment, Layer, Manifest, Tapped, token_digest
 from stagetap.publish.publisher import FragmentJob, FragmentReport, Publisher
-from stagetap.stores.base import Invariant, SampleRef
+from stagetap.stores.base import Invariant, SampleRef, StoreCommitter, StoreWriter
 from stagetap.stores.file_committer import FileStoreCommitter
 from stagetap.stores.file_writer import FileStoreWriter
 from stagetap.stores.kind import kind_of
@@ -141,17 +141,23 @@ class Engine:
 
     def __init__(
         self,
-        root: Path,
+        root: Path | tuple[StoreCommitter, StoreWriter],
         what: Tapped | None = None,
         run: str = RUN,
         invariant: Invariant | None = None,
         slots: int = 2,
         slot_bytes: int = 1 << 16,
     ) -> None:
+        """`root`: a directory, or both sides of another store."""
         self.tapped = what or tapped()
         self.run = run
-        self.committer = FileStoreCommitter(str(root))
-        self.writer = FileStoreWriter(str(root))
+        self.committer: StoreCommitter
+        self.writer: StoreWriter
+        if isinstance(root, tuple):
+            self.committer, self.writer = root
+        else:
+            self.committer = FileStoreCommitter(str(root))
+            self.writer = FileStoreWriter(str(root))
         probe = SampleRef(run_id=run, sample_id="any", attempt="any")
         self.committer.leave_nonce(f"nonce-{run}")
         assert f"nonce-{run}" in self.writer.read_nonces()

@@ -120,13 +120,15 @@ class MooncakeStoreReader:
     def manifest(self, entry: CommitEntry) -> Manifest:
         """The manifest of a commit. See StoreReader; SampleNotFound when it was deleted."""
         commit = self.find_commit(entry.sample_id)
-        if commit is None or commit.manifest.attempt != entry.attempt:
+        gone = commit is None or commit.manifest.attempt != entry.attempt
+        if gone or self.is_dying(_ref(entry)):
             self._note_deleted(entry)
             raise SampleNotFound(
                 f"sample {entry.sample_id!r} of run {self.run_id!r} is not in the store any more: "
                 "it was deleted, or the process that held it has ended",
                 sample_id=entry.sample_id,
             )
+        assert commit is not None
         return commit.manifest
 
     def find_commit(self, sample_id: str) -> Commit | None:
