@@ -11,26 +11,29 @@ from rich.console import Console
 from rich.table import Table
 
 from stagetap import patchstack
+from stagetap.cli.arguments import JsonOption
+from stagetap.cli.patch_port import SourcesOption, drift_command, rebase_command
 from stagetap.errors import Refused
 from stagetap.patchstack.lint import lint_folder, lint_readme, lint_round_trip
-from stagetap.patchstack.locate import patches_root, pinned_versions
-from stagetap.patchstack.operations import Status, pristine_package
+from stagetap.patchstack.locate import find_vllm, patches_root, pinned_versions
+from stagetap.patchstack.operations import Status
+from stagetap.patchstack.releases import default_cache
 from stagetap.patchstack.series import Series, read_series, write_series
+from stagetap.patchstack.sources import files_at_hand, released_files
 from stagetap.patchstack.table import put_tables
-from stagetap.patchstack.workshop import (
-    build_repository,
-    export_repository,
-    python_sources,
-    unlike_release,
-)
+from stagetap.patchstack.workshop import build_repository, export_repository
 
 app = typer.Typer(no_args_is_help=True, help="Apply, check and rework the patches to vLLM.")
+app.command("rebase")(rebase_command)
+app.command("drift")(drift_command)
 
 VllmOption = Annotated[
     Path | None,
     typer.Option("--vllm", help="A vLLM package directory; default: the one Python imports."),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="One line of JSON on stdout.")]
+VersionOption = Annotated[
+    str | None, typer.Option("--version", help="The pinned release; default: the one of --vllm.")
+]
 FolderArgument = Annotated[Path, typer.Argument(help="The git repository to work in.")]
 
 
@@ -62,15 +65,17 @@ def verify_command(vllm: VllmOption = None, as_json: JsonOption = False) -> None
 
 
 @app.command("checkout")
-def checkout_command(folder: FolderArgument, vllm: VllmOption = None) -> None:
+def checkout_command(
+    folder: FolderArgument,
+    version: VersionOption = None,
+    vllm: VllmOption = None,
+    sources: SourcesOption = None,
+) -> None:
     """Make FOLDER a git repository of the released vLLM with a commit for each patch."""
-    package, series, touched = pristine_package(vllm)
-    files = {**python_sources(package), **touched}
-    if differing := unlike_release(package, files):
-        raise Refused(
-            f"{differing[0]} is neither as released nor patched by StageTap; name a vLLM that is "
-            "with --vllm PATH"
-        )
+    if version is None:
+        version = find_vllm(vllm).version
+    series = _pinned(version)
+    files = released_files(version, sources or default_cache(), vllm)
     build_repository(folder, files, series)
     typer.echo(f"{folder}: vLLM {series.version} with {len(series.patches)} patches as commits")
 
@@ -93,15 +98,44 @@ def table_command() -> None:
 
 
 @app.command("lint")
-def lint_command(vllm: VllmOption = None) -> None:
-    """Check that folder == series == lock, and that the patches regenerate without a diff."""
+def lint_command(
+    fetch: Annotated[
+        bool, typer.Option("--fetch", help="Download releases that are not at hand.")
+    ] = False,
+    vllm: VllmOption = None,
+    sources: SourcesOption = None,
+) -> None:
+    """Check that folder == series == lock, and that the patches regenerate without a diff.
+
+    The last needs the files of the release: those of the vLLM at hand and of releases that were
+    fetched before, or of all with --fetch. A release that was not checked is said.
+    """
     root = patches_root()
     findings = [finding for folder in _series_folders(root) for finding in lint_folder(folder)]
     if not findings:
-        _, series, pristine = pristine_package(vllm)
         findings += lint_readme((root / "README.md").read_text("utf-8"), _all_series(root))
-        findings += lint_round_trip(series, pristine)
+        of = released_files if fetch else files_at_hand
+        regenerated = 0
+        for series in _all_series(root):
+            files = of(series.version, sources or default_cache(), vllm)
+            if files is None:
+                typer.echo(
+                    f"{series.version}: not regenerated, its files are not here; give --fetch",
+                    err=True,
+                )
+                continue
+            regenerated += 1
+            findings += lint_round_trip(series, {path: files.get(path) for path in series.paths})
+        if not regenerated:
+            findings.append("no pinned vLLM is here to regenerate a series from; give --fetch")
     _report(findings)
+
+
+def _pinned(version: str) -> Series:
+    root = patches_root()
+    if version not in (versions := pinned_versions(root)):
+        raise Refused(f"vLLM {version} has no patch series; there are {', '.join(versions)}")
+    return read_series(root / "vllm" / version)
 
 
 def _series_folders(root: Path) -> list[Path]:

@@ -28,8 +28,17 @@ class PatchDoesNotApply(StageTapError):
     """A patch does not fit the files it was given; names the patch and says what git said."""
 
 
-def git(*arguments: str, cwd: Path, stdin: bytes | None = None, date: str | None = None) -> bytes:
-    """Run git in ``cwd`` and return its stdout. Raises GitError with git's message."""
+def git(
+    *arguments: str,
+    cwd: Path,
+    stdin: bytes | None = None,
+    date: str | None = None,
+    with_stderr: bool = False,
+) -> bytes:
+    """Run git in ``cwd`` and return its stdout, with its stderr behind when ``with_stderr``.
+
+    Raises GitError with git's message.
+    """
     settings = ("core.autocrlf=false", "core.quotePath=false", "commit.gpgSign=false")
     command = ["git", *(part for s in settings for part in ("-c", s)), *arguments]
     try:
@@ -40,7 +49,7 @@ def git(*arguments: str, cwd: Path, stdin: bytes | None = None, date: str | None
         raise GitError("git is needed to work with patches; install it") from error
     if done.returncode != 0:
         raise GitError(done.stderr.decode(errors="replace").strip() or f"git {arguments[0]} failed")
-    return done.stdout
+    return done.stdout + done.stderr if with_stderr else done.stdout
 
 
 def apply_patches(patches: Iterable[Patch], files: Contents, *, reverse: bool = False) -> Contents:

@@ -108,6 +108,8 @@ def _lint_form(patch: Patch) -> list[str]:
         findings.append("carries a signature with git's version")
     if b"\r" in patch.data:
         findings.append("carries carriage returns")
+    if patch.conflicted:
+        findings.append("carries conflict markers; resolve them and run `just patch-export`")
     if len(patch.subject) > 72:
         findings.append("the subject is longer than 72 characters")
     return findings

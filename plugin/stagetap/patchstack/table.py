@@ -10,9 +10,6 @@ from stagetap.patchstack.series import Series
 
 LINE_BUDGET = 300
 
-_BEGIN, _END = "<!-- table: begin -->", "<!-- table: end -->"
-_BLOCK = re.compile(f"{re.escape(_BEGIN)}.*?{re.escape(_END)}", re.DOTALL)
-
 
 def render_table(series: Series) -> str:
     """Markdown: one row a patch, and the sum against the budget."""
@@ -36,7 +33,17 @@ def render_table(series: Series) -> str:
 
 def put_tables(text: str, all_series: Iterable[Series]) -> str:
     """``text`` with fresh tables between its markers. Raises StageTapError without markers."""
-    if _BLOCK.search(text) is None:
-        raise StageTapError(f"patches/README.md lacks the markers {_BEGIN} and {_END}")
     tables = "\n\n".join(render_table(series) for series in all_series)
-    return _BLOCK.sub(lambda _: f"{_BEGIN}\n\n{tables}\n\n{_END}", text, count=1)
+    return put_block(text, "table", tables, "patches/README.md")
+
+
+def put_block(text: str, name: str, content: str, where: str) -> str:
+    """``text`` with ``content`` between the markers ``<!-- NAME: begin -->`` and ``end``.
+
+    Raises StageTapError, naming the file ``where``, when it lacks the markers.
+    """
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    block = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+    if block.search(text) is None:
+        raise StageTapError(f"{where} lacks the markers {begin} and {end}")
+    return block.sub(lambda _: f"{begin}\n\n{content}\n\n{end}", text, count=1)

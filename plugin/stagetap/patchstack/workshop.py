@@ -17,10 +17,10 @@ from stagetap.patchstack.locate import Package
 from stagetap.patchstack.patchfile import Patch, file_name
 from stagetap.patchstack.series import Lock, Pin, Series, series_digest, sha256
 
-_TAG = "pristine"
-_VERSION_KEY = "stagetap.vllmVersion"
+PRISTINE_TAG = "pristine"
+VERSION_KEY = "stagetap.vllmVersion"
 _AUTHOR = ("StageTap contributors", "contributors@stagetap.invalid")
-_EPOCH = "2000-01-01T00:00:00+0000"
+EPOCH = "2000-01-01T00:00:00+0000"
 _FORMAT_PATCH = (
     "format-patch",
     "--stdout",
@@ -71,15 +71,15 @@ def build_repository(folder: Path, pristine: Contents, series: Series) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_files(folder, pristine)
     git("init", "--quiet", "--initial-branch=series", "--template=", cwd=folder)
-    settings = {"user.name": _AUTHOR[0], "user.email": _AUTHOR[1], _VERSION_KEY: series.version}
+    settings = {"user.name": _AUTHOR[0], "user.email": _AUTHOR[1], VERSION_KEY: series.version}
     for key, value in {**settings, "core.autocrlf": "false"}.items():
         git("config", key, value, cwd=folder)
     (folder / ".git/info").mkdir(exist_ok=True)
     (folder / ".git/info/exclude").write_text("__pycache__/\n")
     git("add", "--all", "--force", cwd=folder)
     subject = f"vLLM {series.version} as released"
-    git("commit", "--quiet", "--allow-empty", "-m", subject, cwd=folder, date=_EPOCH)
-    git("tag", _TAG, cwd=folder)
+    git("commit", "--quiet", "--allow-empty", "-m", subject, cwd=folder, date=EPOCH)
+    git("tag", PRISTINE_TAG, cwd=folder)
     for patch in series.patches:
         git("am", "--quiet", "--keep-cr", "--whitespace=nowarn", cwd=folder, stdin=patch.data)
 
@@ -90,12 +90,14 @@ def export_repository(folder: Path) -> Series:
     Raises Refused when work is uncommitted or history is not one line, GitError when ``folder``
     is no repository that ``build_repository`` made.
     """
-    version = git("config", _VERSION_KEY, cwd=folder).decode().strip()
+    version = git("config", VERSION_KEY, cwd=folder).decode().strip()
     if git("status", "--porcelain", cwd=folder).strip():
         raise Refused(f"{folder} has changes that are not committed; commit or discard them")
-    commits = git("rev-list", "--reverse", f"{_TAG}..HEAD", cwd=folder).decode().split()
-    if git("rev-list", "--merges", f"{_TAG}..HEAD", cwd=folder).strip():
-        raise Refused(f"{folder} has merges above its tag {_TAG}; rebase them into one line")
+    commits = git("rev-list", "--reverse", f"{PRISTINE_TAG}..HEAD", cwd=folder).decode().split()
+    if git("rev-list", "--merges", f"{PRISTINE_TAG}..HEAD", cwd=folder).strip():
+        raise Refused(
+            f"{folder} has merges above its tag {PRISTINE_TAG}; rebase them into one line"
+        )
     patches = tuple(
         _patch(number, git(*_FORMAT_PATCH, "-1", commit, cwd=folder))
         for number, commit in enumerate(commits, start=1)
@@ -113,7 +115,7 @@ def _pin(folder: Path, path: str) -> Pin:
     after = sha256(_blob(folder, "HEAD", path))
     if after is None:
         raise Refused(f"{path} is deleted by the series; a hook deletes nothing")
-    return Pin(before=sha256(_blob(folder, _TAG, path)), after=after)
+    return Pin(before=sha256(_blob(folder, PRISTINE_TAG, path)), after=after)
 
 
 def _blob(folder: Path, commit: str, path: str) -> bytes | None:

@@ -1,0 +1,75 @@
+"""vLLM 0.33.0: its series is the one of 0.32.0 carried over, with two conflicts resolved by hand.
+
+Needs the wheel of 0.33.0, which is downloaded once into the user's cache.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from stagetap.patchstack.gitrun import Contents
+from stagetap.patchstack.lint import lint_round_trip
+from stagetap.patchstack.locate import find_vllm, patches_root
+from stagetap.patchstack.patchfile import Patch
+from stagetap.patchstack.rebase import carry_over, finish_rebase, start_rebase
+from stagetap.patchstack.releases import Unreachable, default_cache
+from stagetap.patchstack.series import read_series
+from stagetap.patchstack.sources import pristine_files, released_files
+from stagetap.patchstack.tree import patched_contents
+from stagetap.patchstack.workshop import export_repository
+
+pytestmark = pytest.mark.full
+
+FIRST, SECOND = "0.32.0", "0.33.0"
+CONFLICTS = {
+    "0005-plugins-hook-point-for-the-finished-configuration.patch": {"vllm/config/vllm.py": 1},
+    "0010-plugins-hook-point-for-an-engine-that-shuts-down.patch": {"vllm/v1/engine/core.py": 1},
+}
+_MARKED = re.compile(rb"^<<<<<<< .*\n((?:.*\n)*?)=======\n((?:.*\n)*?)>>>>>>> .*\n", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def second() -> Contents:
+    try:
+        return released_files(SECOND, default_cache())
+    except Unreachable as error:
+        pytest.skip(str(error))
+
+
+def _changes(patch: Patch) -> bytes:
+    """A patch without its message: DEP-3 tags say where each release stands."""
+    return patch.data[patch.data.index(b"\ndiff --git ") :]
+
+
+def test_the_second_series_is_the_first_one_carried_over(tmp_path: Path, second: Contents) -> None:
+    if find_vllm().version != FIRST:
+        pytest.skip(f"the vLLM that runs the tests is not {FIRST}")
+    first = read_series(patches_root() / "vllm" / FIRST)
+    shipped = read_series(patches_root() / "vllm" / SECOND)
+    start_rebase(tmp_path / "r", pristine_files(), first)
+    carried = list(carry_over(tmp_path / "r", first, second, SECOND))
+    finish_rebase(tmp_path / "r")
+    rebased = export_repository(tmp_path / "r")
+    assert {one.patch: one.conflicts for one in carried if one.conflicts} == CONFLICTS
+    assert not any(one.fate == "absorbed" for one in carried)
+    for one, ours, theirs in zip(carried, rebased.patches, shipped.patches, strict=True):
+        assert ours.name == theirs.name
+        if one.patch not in CONFLICTS:
+            assert _changes(ours) == _changes(theirs)
+    # Both sides of the marked lines, one after the other, are what the shipped series has.
+    for path in (path for paths in CONFLICTS.values() for path in paths):
+        resolved = _MARKED.sub(rb"\1\2", (tmp_path / "r" / path).read_bytes())
+        pristine = {name: second.get(name) for name in shipped.paths}
+        assert resolved == patched_contents(pristine, shipped)[path]
+
+
+def test_the_second_series_applies_compiles_and_regenerates(second: Contents) -> None:
+    series = read_series(patches_root() / "vllm" / SECOND)
+    pristine = {path: second.get(path) for path in series.paths}
+    assert lint_round_trip(series, pristine) == []
+    for path, data in patched_contents(pristine, series).items():
+        assert data is not None
+        compile(data, path, "exec")
