@@ -20,6 +20,7 @@ from stagetap.options import PARAMS_KEY
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
@@ -39,7 +40,7 @@ class CommitBarrier:
 
     connector: Any
     requests: dict[str, Request]
-    kv_cache_manager: Any
+    kv_cache_manager: KVCacheManager
     has_unfinished_requests: Callable[[], bool]
 
     def __init__(self, *args: Any, **kwargs: Any):

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
-from vllm.utils.torch_utils import direct_register_custom_op, is_quantized_kv_cache
+from vllm.utils.torch_utils import direct_register_custom_op
 
+from stagetap.engine.compat import is_quantized_kv_cache
 from stagetap.engine.invariant import BrokenInvariant
 
 if TYPE_CHECKING:

@@ -21,6 +21,8 @@ from stagetap.errors import Refused
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.worker.gpu.model_runner import ExecuteModelState, GPUModelRunner
 
     from stagetap.engine.capture.self_check import Verdict
 
@@ -40,12 +42,16 @@ class StepWithoutSamples(AsyncModelRunnerOutput):
         self._done.synchronize()
         return self._output
 
+    def get_kv_connector_output(self) -> KVConnectorOutput | None:
+        """What 0.33.0 saves of a step whose output failed."""
+        return self._output.kv_connector_output
+
 
 class CapturesTaps:
     """Mixed in before a vLLM worker class."""
 
     vllm_config: Any
-    model_runner: Any
+    model_runner: GPUModelRunner
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model as vLLM does, then hook it and prove the hooks.
@@ -122,7 +128,7 @@ class CapturesTaps:
         with torch.inference_mode():
             return self._end_step_without_samples(state)
 
-    def _end_step_without_samples(self, state: Any) -> StepWithoutSamples:
+    def _end_step_without_samples(self, state: ExecuteModelState) -> StepWithoutSamples:
         """What the ranks before the last one do after a step, and the scheduler's empty answer.
 
         Those ranks wait for no token either: vLLM broadcasts none for a request whose only token
