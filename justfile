@@ -34,6 +34,10 @@ test-unit *args: setup
 test-engine *args: setup
     @'{{ bin }}/python' -m pytest tests/engine -m "not full and not gpu" {{ args }}
 
+# The stores, with a real mooncake_master.
+test-stores *args: setup
+    @'{{ bin }}/python' -m pytest tests/stores -m "not engine and not full and not gpu" {{ args }}
+
 # Tests that need an accelerator.
 test-gpu *args: setup
     @'{{ bin }}/python' -m pytest -m gpu {{ args }}

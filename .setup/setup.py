@@ -7,8 +7,10 @@ that set-up can be repeated, also after a first try that was killed anywhere.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -27,6 +29,16 @@ LOCK = ROOT / ".cache" / "setup.lock"
 VISION = ("torchvision", "torchaudio", "torchcodec")
 
 
+# What Mooncake's package loads and does not bring, with the Debian packages that do.
+LIBRARIES = {
+    "libibverbs.so.1": "libibverbs1",
+    "librdmacm.so.1": "librdmacm1",
+    "libnuma.so.1": "libnuma1",
+    "liburing.so.2": "liburing2",
+}
+APT_OPTIONS = ("DPkg::Lock::Timeout=60", "Acquire::http::Timeout=10", "Acquire::Retries=1")
+
+
 class SetupError(Exception):
     """A step failed; the message says which command."""
 
@@ -42,6 +54,7 @@ def main() -> int:
             else:
                 install_vllm()
                 drop_broken_vision()
+                install_libraries()
                 install_plugin()
                 run(VENV / "bin" / "stagetap", "patch", "apply")
                 run(PYTHON, "-m", "stagetap.models.smollm2")
@@ -124,6 +137,57 @@ def drop_broken_vision() -> None:
         say("removing torchvision and its kin: they do not load beside this torch")
         pip("uninstall", "--yes", *VISION)
         FROZEN.write_text(installed_packages())
+
+
+def install_libraries() -> None:
+    """Mooncake's shared libraries. Without them all but its store works, so set-up goes on."""
+    missing = missing_libraries()
+    if not missing:
+        return
+    if os.geteuid() == 0 and shutil.which("apt-get"):
+        say(f"installing {' '.join(missing)}")
+        install_debian(missing)
+        missing = missing_libraries()
+    if missing:
+        say(
+            f"the Mooncake store needs {' '.join(missing)}, which cannot be installed from here: "
+            f"run `apt-get install {' '.join(missing)}` as root, or the like; its tests are skipped"
+        )
+
+
+def missing_libraries() -> list[str]:
+    """The packages of those libraries that do not load."""
+    missing = []
+    for library, package in LIBRARIES.items():
+        try:
+            ctypes.CDLL(library)
+        except OSError:
+            missing.append(package)
+    return missing
+
+
+def install_debian(packages: list[str]) -> None:
+    """As far as it goes: with the lists that are there, then with what is in the way removed."""
+    options = [part for option in APT_OPTIONS for part in ("-o", option)]
+    install = ("apt-get", *options, "-qq", "install", "--yes", "--no-install-recommends", *packages)
+    # An installation that was killed has to be ended first.
+    tries = (
+        (install,),
+        (("dpkg", "--configure", "-a"), ("apt-get", *options, "-qq", "update"), install),
+    )
+    for commands in tries:
+        codes = [
+            subprocess.run(
+                command,
+                env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            ).returncode
+            for command in commands
+        ]
+        if codes[-1] == 0:
+            return
 
 
 def install_plugin() -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from stagetap.cli import patch
+from stagetap.cli import patch, store
 from stagetap.cli.capture import capture_command
 from stagetap.cli.demo import demo_command
 from stagetap.cli.doctor import doctor_command
@@ -32,6 +32,7 @@ app.command("plan")(plan_command)
 app.command("doctor")(doctor_command)
 app.command("demo")(demo_command)
 app.add_typer(patch.app, name="patch")
+app.add_typer(store.app, name="store")
 
 
 def _print_version(wanted: bool) -> None:

