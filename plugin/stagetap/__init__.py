@@ -1,7 +1,7 @@
 """Exact hidden states out of pipeline-parallel vLLM, as datasets.
 
-What a trainer imports: `open_dataset`, `Sample`, `HiddenStatesDataset` and the exceptions. None of
-it needs vLLM, and torch is imported by the first use of the reader.
+What a trainer imports: `open_dataset`, `consume`, `Sample` and the exceptions. None of it needs
+vLLM, and torch is imported by the first use of the reader.
 """
 
 from importlib import import_module
@@ -32,6 +32,7 @@ from stagetap.errors import (
 
 if TYPE_CHECKING:
     from stagetap.reader.dataset import HiddenStatesDataset, open_dataset
+    from stagetap.reader.online import OnlineStream, consume
     from stagetap.reader.sample import Sample
 
 __version__ = "0.1.0"
@@ -47,6 +48,7 @@ __all__ = [
     "LayerNotTapped",
     "MalformedManifest",
     "MissingFragment",
+    "OnlineStream",
     "Refused",
     "Sample",
     "SampleError",
@@ -59,12 +61,15 @@ __all__ = [
     "TokenMismatch",
     "TruncatedFragment",
     "UnknownVersion",
+    "consume",
     "open_dataset",
 ]
 
 _LAZY = {
     "HiddenStatesDataset": "stagetap.reader.dataset",
+    "OnlineStream": "stagetap.reader.online",
     "Sample": "stagetap.reader.sample",
+    "consume": "stagetap.reader.online",
     "open_dataset": "stagetap.reader.dataset",
 }
 

@@ -205,6 +205,11 @@ def validate(manifest: Manifest) -> None:
         raise _malformed(manifest.sample_id, problem)
 
 
+def sample_bytes(token_count: int, layers: int, hidden_size: int, itemsize: int) -> int:
+    """Bytes of a sample: the states of all stages, and the token ids."""
+    return token_count * (layers * hidden_size * itemsize + 8)
+
+
 def json_schema() -> dict[str, Any]:
     """The JSON Schema of a manifest, as kept in `stagetap/manifest.schema.json`."""
     schema = {

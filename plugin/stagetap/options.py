@@ -10,6 +10,7 @@ import msgspec
 from stagetap.errors import Refused
 from stagetap.keys import component
 from stagetap.manifest import check_metadata
+from stagetap.stores.mooncake_uri import format_uri, is_mooncake, parse_uri, with_run
 from stagetap.taps import validate_layer_ids
 
 CONNECTOR_NAME = "StageTapConnector"
@@ -30,8 +31,10 @@ class ConnectorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         layers: layer ids to capture, in the order in which the reader shall give them back. A
             choice such as ``eagle3`` (:mod:`stagetap.layer_choice`) may stand there in a
             configuration; the front end puts ids in its place before anybody reads this.
-        store: where samples go: a directory or ``file:///directory``.
-        run_id: the name under which this engine stores; generated at start when absent.
+        store: where samples go: a directory, ``file:///directory`` or
+            ``mooncake://MASTER:PORT/RUN``.
+        run_id: the name under which this engine stores. When absent the one that a Mooncake
+            address names, else generated at start.
         export_default: whether a request that says nothing exports.
         slots: number of staging buffers a stage holds.
         slot_bytes: size of one staging buffer, in bytes.
@@ -87,7 +90,26 @@ def connector_options(extra_config: Mapping[str, Any]) -> ConnectorOptions:
     for name in ("store", "run_id"):
         if getattr(options, name) == "":
             raise Refused(f"connector option {name} is empty")
-    return msgspec.structs.replace(options, layers=layers)
+    return msgspec.structs.replace(_with_one_run(options), layers=layers)
+
+
+def _with_one_run(options: ConnectorOptions) -> ConnectorOptions:
+    """A Mooncake address names its run, since workers find each other there: say it there too.
+
+    Raises:
+        Refused: the address and ``run_id`` name different runs, or none.
+    """
+    if not is_mooncake(options.store):
+        return options
+    address = parse_uri(options.store)
+    run_id = options.run_id or address.run
+    if run_id is None:
+        raise Refused(
+            f"connector option store: {options.store} names no run: write "
+            f"mooncake://{address.master}/RUN, or set run_id"
+        )
+    store = format_uri(with_run(address, run_id))
+    return msgspec.structs.replace(options, store=store, run_id=run_id)
 
 
 def request_options(params: Any) -> RequestOptions:

@@ -22,6 +22,7 @@ from stagetap.errors import StoreError
 pytestmark = pytest.mark.engine
 
 FAILURE_LIMIT = 2
+MOST_TOKENS = 100
 
 
 class Store:
@@ -58,10 +59,15 @@ class Entrance:
             breaker=self.breaker,
             outbox=self.outbox,
             under_way=self.under_way.__contains__,
+            too_large=lambda tokens: f"{tokens} tokens" if tokens > MOST_TOKENS else None,
         )
 
     def ask(self, request_id: str, **stagetap: Any) -> Any:
-        request = SimpleNamespace(request_id=request_id, kv_transfer_params={"stagetap": stagetap})
+        request = SimpleNamespace(
+            request_id=request_id,
+            num_prompt_tokens=stagetap.pop("tokens", 1),
+            kv_transfer_params={"stagetap": stagetap},
+        )
         return self.admission.ask(request)  # type: ignore[arg-type]
 
     def turned_away(self, request_id: str, **stagetap: Any) -> dict[str, Any]:
@@ -104,6 +110,14 @@ def test_wrong_options_that_no_front_end_checked_are_refused(entrance: Entrance)
     said = entrance.turned_away("r", sampel_id="a")
     assert (said["status"], said["sample_id"]) == (400, None)
     assert "sampel_id" in said["error"]
+    assert entrance.counted("refused") == 1
+
+
+def test_what_the_store_can_never_hold_is_refused_before_it_is_asked(entrance: Entrance) -> None:
+    assert isinstance(entrance.ask("r1", sample_id="a", tokens=MOST_TOKENS), Admitted)
+    said = entrance.turned_away("r2", sample_id="b", tokens=MOST_TOKENS + 1)
+    assert (said["status"], said["error"]) == (400, f"{MOST_TOKENS + 1} tokens")
+    assert entrance.store.looks == ["a"]
     assert entrance.counted("refused") == 1
 
 

@@ -95,3 +95,35 @@ def test_metadata_has_a_bound() -> None:
     assert request_options({"metadata": fits}).metadata == fits
     with pytest.raises(Refused, match=f"metadata is {MAX_METADATA_BYTES + 1} bytes"):
         request_options({"metadata": {"t": fits["t"] + "x"}})
+
+
+@pytest.mark.parametrize(
+    ("store", "run_id", "expected"),
+    [
+        ("mooncake://h:1/a%2Fb", None, ("mooncake://h:1/a%2Fb", "a/b")),
+        ("mooncake://h:1", "r", ("mooncake://h:1/r", "r")),
+        ("mooncake://h:1/r?hard_pin=off", "r", ("mooncake://h:1/r?hard_pin=off", "r")),
+        ("/directory", None, ("/directory", None)),
+        ("/directory", "r", ("/directory", "r")),
+    ],
+)
+def test_a_mooncake_address_and_run_id_name_one_run(
+    store: str, run_id: str | None, expected: tuple[str, str | None]
+) -> None:
+    options = connector_options({"layers": [1], "store": store, "run_id": run_id})
+    assert (options.store, options.run_id) == expected
+
+
+@pytest.mark.parametrize(
+    ("store", "run_id", "said"),
+    [
+        ("mooncake://h:1", None, "names no run"),
+        ("mooncake://h:1/r", "s", "'s'"),
+        ("mooncake://h:1/r?sise=1", None, "sise"),
+    ],
+)
+def test_a_mooncake_address_that_names_no_run_or_another_is_refused(
+    store: str, run_id: str | None, said: str
+) -> None:
+    with pytest.raises(Refused, match=said):
+        connector_options({"layers": [1], "store": store, "run_id": run_id})

@@ -46,7 +46,7 @@ def serve_command(
     from stagetap.engine.refusal import FRONT_END_ENV
     from stagetap.options import connector_options
     from stagetap.patchstack import require_applied
-    from stagetap.stores.base import check_store, file_root
+    from stagetap.stores.base import check_store, store_address
 
     if as_json and not dry_run:
         raise Refused("--json describes a --dry-run; add --dry-run or drop --json")
@@ -61,7 +61,7 @@ def serve_command(
         require_applied()
     command = [
         *(_vllm_command(), "serve", model),
-        *("--stagetap-layers", ",".join(map(str, ids)), "--stagetap-store", file_root(store)),
+        *("--stagetap-layers", ",".join(map(str, ids)), "--stagetap-store", store_address(store)),
         *("--pipeline-parallel-size", str(pp), "--tensor-parallel-size", str(tp)),
         *("--port", str(port), "--enforce-eager"),
         *(("--served-model-name", name) if name != model else ()),

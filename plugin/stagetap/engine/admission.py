@@ -52,6 +52,7 @@ class Admission:
         breaker: whether exporting is suspended; the table tells it how samples end.
         outbox: counts who is turned away.
         under_way: whether a sample of this id is in the table.
+        too_large: why the store can never hold a sample of so many tokens, if it cannot.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Admission:
         breaker: Breaker,
         outbox: StatsOutbox,
         under_way: Callable[[str], bool],
+        too_large: Callable[[int], str | None],
     ):
         self._run_id = run_id
         self._store = store
@@ -70,6 +72,7 @@ class Admission:
         self._breaker = breaker
         self._outbox = outbox
         self._under_way = under_way
+        self._too_large = too_large
         self._looker = StoreThread("stagetap-look")
         self._hung_look: Future[bool] | None = None
         self._hung_commits: dict[str, Future[None]] = {}  # by the sample id that they hold
@@ -90,6 +93,8 @@ class Admission:
         if not options.export:
             return None
         sample_id = options.sample_id or uuid.uuid4().hex
+        if (problem := self._too_large(request.num_prompt_tokens)) is not None:
+            return self._turned_away(request, sample_id, problem, HTTPStatus.BAD_REQUEST)
         self.look_after_hung_calls()
         why_suspended = self._breaker.admit(request.request_id)
         if why_suspended is not None:

@@ -31,9 +31,17 @@ from stagetap.engine.orphan import end_with_parent
 from stagetap.engine.outcome import Outcome
 from stagetap.engine.store_thread import StoreThread
 from stagetap.errors import StageTapError
-from stagetap.manifest import MANIFEST_VERSION, Fragment, Manifest, Tapped, token_digest
+from stagetap.manifest import (
+    DTYPE_ITEMSIZE,
+    MANIFEST_VERSION,
+    Fragment,
+    Manifest,
+    Tapped,
+    sample_bytes,
+    token_digest,
+)
 from stagetap.options import PARAMS_KEY, ConnectorOptions, RequestOptions
-from stagetap.stores.base import SampleRef, open_store_committer
+from stagetap.stores.base import SampleRef, capacity_bytes, open_store_committer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -113,6 +121,7 @@ class SchedulerSide:
             breaker=self._breaker,
             outbox=self._outbox,
             under_way=self._names.__contains__,
+            too_large=self._too_large,
         )
 
     # Start ---------------------------------------------------------------------------------
@@ -155,6 +164,25 @@ class SchedulerSide:
         if options.completion == "committed":
             self._awaited.add(request.request_id)
         return None
+
+    def _too_large(self, token_count: int) -> str | None:
+        """Why the store can never hold a sample of so many tokens, if it cannot."""
+        workers = self._config.parallel_config.world_size
+        room = capacity_bytes(self._options.store, workers)
+        if room is None or self._tapped is None:
+            return None
+        size = sample_bytes(
+            token_count,
+            len(self._tapped.layer_ids),
+            self._tapped.hidden_size,
+            DTYPE_ITEMSIZE[self._tapped.dtype],
+        )
+        if size <= room:
+            return None
+        return (
+            f"a sample of {token_count} tokens takes {size} bytes, the store's {workers} segments "
+            f"hold {room}: shorten the prompt, or set a larger global_segment_size"
+        )
 
     def is_prefill_only(self, request_id: str) -> bool:
         """Whether a request ends with its prompt and samples nothing."""
@@ -254,6 +282,7 @@ class SchedulerSide:
         for report in news.reports:
             sample = self._by_ref.get(report.ref)
             if sample is None or sample.state is not State.SAVING:
+                self._discard([report.fragment] if report.fragment is not None else [])
                 continue
             if report.fragment is None:
                 self._fail(
@@ -397,6 +426,20 @@ class SchedulerSide:
         del self._names[sample.ref.sample_id]
         if sample.state is State.SAVING:
             self._dropped.append(sample.ref)
+        if sample.commit is None or sample.commit.cancelled():
+            # No commit names them, and none ever will.
+            self._discard(sample.fragments.values())
+
+    def _discard(self, fragments: Iterable[Fragment]) -> None:
+        """Let the store forget fragments of dead attempts, when it has time."""
+        for fragment in fragments:
+            self._committer.submit(self._forget_fragment, fragment)
+
+    def _forget_fragment(self, fragment: Fragment) -> None:
+        try:
+            self._store.discard(fragment)
+        except StageTapError as error:
+            logger.warning("stagetap: %s of a dead attempt stays: %s", fragment.path, error)
 
     def _params(self, sample: _Sample, state: str) -> dict[str, Any]:
         return {

@@ -14,6 +14,7 @@ import numpy as np
 
 from stagetap.errors import Refused
 from stagetap.manifest import Fragment, Layer, Manifest
+from stagetap.stores.mooncake_uri import is_mooncake
 
 STORE_VERSION = 1
 
@@ -56,7 +57,10 @@ class FragmentHeader:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredFragment:
-    """Where a finished fragment lies; `path` and `parts` are relative to the store."""
+    """Where a finished fragment lies; `path` and `parts` are relative to the store.
+
+    `file_bytes` is None where the tensor is not within a larger file.
+    """
 
     path: str
     file_bytes: int | None
@@ -121,6 +125,9 @@ class StoreCommitter(Protocol):
 
         Raises DuplicateSample, MalformedManifest or StoreError; then it is neither.
         """
+
+    def discard(self, fragment: Fragment) -> None:
+        """Forget a fragment that no commit will ever name. Raises StoreError."""
 
     def record_error(self, ref: SampleRef, stage: int | None, cause: str) -> None:
         """Leave the cause of a failed attempt for readers that wait. Raises StoreError."""
@@ -210,6 +217,10 @@ class StoreReader(Protocol):
 
 def open_store_writer(uri: str | os.PathLike[str]) -> StoreWriter:
     """The worker's side of the store at `uri`, proven writable. Raises Refused, StoreError."""
+    if is_mooncake(os.fspath(uri)):
+        from stagetap.stores.mooncake_open import open_writer
+
+        return open_writer(os.fspath(uri))
     from stagetap.stores.file_writer import FileStoreWriter
 
     return FileStoreWriter(file_root(uri))
@@ -217,6 +228,10 @@ def open_store_writer(uri: str | os.PathLike[str]) -> StoreWriter:
 
 def open_store_committer(uri: str | os.PathLike[str]) -> StoreCommitter:
     """The scheduler's side of the store at `uri`. Raises Refused or StoreError."""
+    if is_mooncake(os.fspath(uri)):
+        from stagetap.stores.mooncake_open import open_committer
+
+        return open_committer(os.fspath(uri))
     from stagetap.stores.file_committer import FileStoreCommitter
 
     return FileStoreCommitter(file_root(uri))
@@ -224,6 +239,10 @@ def open_store_committer(uri: str | os.PathLike[str]) -> StoreCommitter:
 
 def open_store_reader(uri: str | os.PathLike[str]) -> StoreReader:
     """The trainer's side of the store at `uri`. Raises Refused, ForeignStore or StoreError."""
+    if is_mooncake(os.fspath(uri)):
+        from stagetap.stores.mooncake_open import open_reader
+
+        return open_reader(os.fspath(uri))
     from stagetap.stores.file_reader import FileStoreReader
 
     return FileStoreReader(file_root(uri))
@@ -234,9 +253,28 @@ def check_store(uri: str | os.PathLike[str], layer_ids: tuple[int, ...]) -> None
 
     Raises Refused or StoreError.
     """
+    if is_mooncake(os.fspath(uri)):
+        from stagetap.stores.mooncake_open import check_reachable
+
+        check_reachable(os.fspath(uri))  # which layers the run holds, only its engine can see
+        return
     from stagetap.stores.file_invariant import check_usable
 
     check_usable(file_root(uri), layer_ids)
+
+
+def store_address(uri: str | os.PathLike[str]) -> str:
+    """The address as every process can use it, wherever it was started. Raises Refused."""
+    return os.fspath(uri) if is_mooncake(os.fspath(uri)) else file_root(uri)
+
+
+def capacity_bytes(uri: str | os.PathLike[str], workers: int) -> int | None:
+    """Bytes of samples that a store with so many workers can hold at once; None if unknown."""
+    if is_mooncake(os.fspath(uri)):
+        from stagetap.stores.mooncake_open import lent_bytes
+
+        return lent_bytes(os.fspath(uri), workers)
+    return None
 
 
 def file_root(uri: str | os.PathLike[str]) -> str:
@@ -251,7 +289,7 @@ def file_root(uri: str | os.PathLike[str]) -> str:
             raise Refused("an empty store address: give a directory")
         return os.path.abspath(text)
     if scheme == "mooncake":
-        raise Refused(f"{text}: the mooncake store is not in this version: give a directory")
+        raise Refused(f"{text}: this command works on directories alone: give one")
     if scheme != "file":
         raise Refused(f"{text}: unknown store scheme {scheme!r}: give a directory or file:///path")
     if not rest.startswith("/"):

@@ -8,7 +8,7 @@ import msgspec
 
 from stagetap.errors import DuplicateSample, MalformedManifest, Refused, StageTapError, StoreError
 from stagetap.keys import component
-from stagetap.manifest import Manifest
+from stagetap.manifest import Fragment, Manifest
 from stagetap.stores.base import Invariant, SampleRef
 from stagetap.stores.file_commits import Ledger, commit_body
 from stagetap.stores.file_invariant import claim, is_claimed
@@ -97,6 +97,9 @@ class FileStoreCommitter:
             self._last_commit_ns = now_ns
             with self._lock:
                 self._attempts[key] = {manifest.attempt}
+
+    def discard(self, fragment: Fragment) -> None:
+        """It stays until gc: a directory has room, and a retry has names of its own."""
 
     def record_error(self, ref: SampleRef, stage: int | None, cause: str) -> None:
         """Leave `error.<stage>.json` under the attempt. Raises StoreError."""

@@ -60,7 +60,7 @@ class BufferPool:
             self._objects.unregister(_address(each))
         if memory is None:
             memory = self._allocate(size_class)
-            self._objects.register(_address(memory), size_class)
+            self._objects.register(_address(memory), size_class, memory)
             self.made += 1
         loan = _Loan(memory, size_bytes)
         weakref.finalize(loan, self._returned.append, memory).atexit = False

@@ -13,6 +13,7 @@ A failed sample is recorded in the same order: first the error object, then its 
 import threading
 import time
 import uuid
+from functools import partial
 
 from stagetap.errors import (
     DuplicateSample,
@@ -34,7 +35,7 @@ from stagetap.stores.mooncake_layout import (
     payload_keys,
     sample_commit_key,
 )
-from stagetap.stores.mooncake_objects import Objects, create
+from stagetap.stores.mooncake_objects import Objects, StoreFull, create, put_when_there_is_room
 from stagetap.stores.mooncake_records import (
     ErrorRecord,
     Page,
@@ -50,9 +51,11 @@ from stagetap.stores.mooncake_records import (
 class MooncakeStoreCommitter:
     """Commits samples to one run, from any thread of one process."""
 
-    def __init__(self, objects: Objects, run_id: str) -> None:
+    def __init__(self, objects: Objects, run_id: str, room_timeout_s: float) -> None:
+        """`room_timeout_s`: how long a commit waits for room in a full store."""
         self._objects = objects
         self._run_id = run_id
+        self._room_timeout_s = room_timeout_s
         self._writing = threading.Lock()  # one thread at a time appends to the index
         self._index: IndexWriter | None = None
         self._invariant: Invariant | None = None
@@ -60,14 +63,14 @@ class MooncakeStoreCommitter:
     def leave_nonce(self, nonce: str) -> None:
         """Introduce this writer to the run, with its nonce. Raises StoreError."""
         record = WriterRecord(writer=uuid.uuid4().hex[:16], nonce=nonce)
-        index = IndexWriter(self._objects, self._run_id, record)
+        index = IndexWriter(self._objects, self._run_id, record, self._room_timeout_s)
         index.introduce()
         self._index = index
 
     def begin_run(self, invariant: Invariant) -> None:
         """Claim the run for this kind of data. Raises Refused, UnknownVersion or StoreError."""
         key = invariant_key(self._run_id)
-        stored = create(self._objects, key, encode_invariant(invariant))
+        stored = create(self._objects, key, encode_invariant(invariant), self._room_timeout_s)
         found = difference(decode_invariant(key, stored), invariant)
         if found is not None:
             field, ours, theirs = found
@@ -109,8 +112,13 @@ class MooncakeStoreCommitter:
             index = self._known_index()
             now_ns = time.time_ns()
             ours = encode_commit(now_ns, index.writer, index.next_seq, manifest)
-            if create(self._objects, key, ours) != ours:
-                self._objects.remove(keys_of(manifest), force=True)
+            try:
+                winner = create(self._objects, key, ours, self._room_timeout_s)
+            except StoreFull:
+                self._remove_fragments(manifest)
+                raise
+            if winner != ours:
+                self._remove_fragments(manifest)
                 raise DuplicateSample(
                     f"sample {manifest.sample_id!r} of run {manifest.run_id!r} is committed "
                     "already: give it another id or leave it out"
@@ -125,7 +133,8 @@ class MooncakeStoreCommitter:
         """Leave the cause below the attempt, and a page that leads there. Raises StoreError."""
         now_ns = time.time_ns()
         record = ErrorRecord(attempt=ref.attempt, stage=stage, cause=cause, failed_at_ns=now_ns)
-        self._objects.put(error_record_key(ref, stage), encode_record(record))
+        put = partial(self._objects.put, error_record_key(ref, stage), encode_record(record))
+        put_when_there_is_room(put, self._room_timeout_s, f"the failure of {ref.sample_id!r}")
         page = Page(
             kind="error", at_ns=now_ns, sample_id=ref.sample_id, attempt=ref.attempt, stage=stage
         )
@@ -183,11 +192,15 @@ class MooncakeStoreCommitter:
                 self.begin_run(self._invariant)
         return self._index
 
+    def _remove_fragments(self, manifest: Manifest) -> None:
+        """Nobody else will: the engine takes what it tries to commit for committed or given up."""
+        self._objects.remove(keys_of(manifest), force=True)
+
     def _take_back(self, key: str, manifest: Manifest, error: StoreError) -> None:
         """Make a commit that is not in the index invisible again, so that a retry can succeed."""
         try:
             self._objects.remove([key], force=True)
-            self._objects.remove(keys_of(manifest), force=True)
+            self._remove_fragments(manifest)
         except StoreError as second:
             error.add_note(f"and its commit could not be taken back: {second}")
 

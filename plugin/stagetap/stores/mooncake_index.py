@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from functools import partial
 
 from stagetap.errors import StoreError
 from stagetap.stores.mooncake_layout import (
@@ -13,7 +14,7 @@ from stagetap.stores.mooncake_layout import (
     page_key,
     writer_key,
 )
-from stagetap.stores.mooncake_objects import Objects, create
+from stagetap.stores.mooncake_objects import Objects, create, put_when_there_is_room
 from stagetap.stores.mooncake_records import (
     Mark,
     Page,
@@ -45,10 +46,14 @@ def read_writers(objects: Objects, run_id: str) -> list[WriterRecord]:
 class IndexWriter:
     """Appends pages to the index of one run, from one thread at a time."""
 
-    def __init__(self, objects: Objects, run_id: str, record: WriterRecord) -> None:
+    def __init__(
+        self, objects: Objects, run_id: str, record: WriterRecord, room_timeout_s: float
+    ) -> None:
+        """`room_timeout_s`: how long to wait for room in a full store."""
         self._objects = objects
         self._run_id = run_id
         self._record = record
+        self._room_timeout_s = room_timeout_s
         self._key: str | None = None  # where this writer has introduced itself
         self.next_seq = 0
 
@@ -70,7 +75,7 @@ class IndexWriter:
             keys = [writer_key(self._run_id, n) for n in range(start, start + WRITER_WINDOW)]
             exists = self._objects.exist(keys)
             for key, taken in zip(keys, exists, strict=True):
-                if not taken and create(self._objects, key, ours) == ours:
+                if not taken and self._is_first(key, ours):
                     self._key = key
                     return
             start += WRITER_WINDOW
@@ -93,7 +98,7 @@ class IndexWriter:
             self._mark(seq)
         key = page_key(self._run_id, self.writer, seq)
         data = encode_record(page)
-        self._objects.put(key, data)
+        self._put(key, data)
         if self._objects.get(key) not in (data, None):  # None: consumed at once
             raise StoreError(f"{key} exists already: two engines have one writer id", path=key)
 
@@ -101,7 +106,14 @@ class IndexWriter:
         """Note how many pages there are. One of two places stays valid while the other changes."""
         key = mark_keys(self._run_id, self.writer)[pages // MARK_EVERY % 2]
         self._objects.remove([key], force=True)
-        self._objects.put(key, encode_record(Mark(pages=pages)))
+        self._put(key, encode_record(Mark(pages=pages)))
+
+    def _is_first(self, key: str, data: bytes) -> bool:
+        return create(self._objects, key, data, self._room_timeout_s) == data
+
+    def _put(self, key: str, data: bytes) -> None:
+        put = partial(self._objects.put, key, data)
+        put_when_there_is_room(put, self._room_timeout_s, key)
 
 
 @dataclass(frozen=True)

@@ -146,11 +146,6 @@ def part_sizes(byte_size: int, first_bytes: int, parts: int) -> tuple[int, ...] 
     return (*[first_bytes] * (parts - 1), last_bytes)
 
 
-def sample_bytes(token_count: int, layers: int, hidden_size: int, itemsize: int) -> int:
-    """Bytes that a sample takes in the store: the states of all stages, and the token ids."""
-    return token_count * (layers * hidden_size * itemsize + 8)
-
-
 def next_position(exists: Sequence[bool]) -> tuple[list[int], int]:
     """What a probe of a window of pages says: which of them are there, and where to go on.
 

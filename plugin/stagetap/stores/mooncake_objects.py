@@ -11,7 +11,7 @@ from typing import Protocol
 from stagetap.errors import StoreError
 
 _PAUSE_SECONDS = (0.005, 0.2)  # the first pause between two tries, and the longest
-_CREATE_SECONDS = 2.0
+CREATE_SECONDS = 5.0
 
 
 class StoreFull(StoreError):
@@ -34,11 +34,17 @@ class Objects(Protocol):
         """The object; None when there is none. Raises StoreError."""
 
     def get_into(
-        self, keys: Sequence[str], addresses: Sequence[int], sizes_bytes: Sequence[int]
+        self,
+        keys: Sequence[str],
+        addresses: Sequence[int],
+        sizes_bytes: Sequence[int],
+        *,
+        keep: object = None,
     ) -> list[int | None]:
         """Objects into registered memory: how many bytes each had; None where there is none.
 
-        An object larger than its place is not read. Raises StoreError.
+        An object larger than its place is not read. `keep` lives until the memory is not written
+        to any more, also when the call gives up earlier. Raises StoreError.
         """
 
     def exist(self, keys: Sequence[str]) -> list[bool]:
@@ -53,8 +59,11 @@ class Objects(Protocol):
         That there is none is no error. Raises StoreError.
         """
 
-    def register(self, address: int, size_bytes: int) -> None:
-        """Let transfers use this memory. Raises StoreError."""
+    def register(self, address: int, size_bytes: int, owner: object = None) -> None:
+        """Let transfers use this memory. Raises StoreError.
+
+        `owner` lives for as long as they may.
+        """
 
     def unregister(self, address: int) -> None:
         """End that, before the memory goes. Raises StoreError."""
@@ -63,23 +72,28 @@ class Objects(Protocol):
         """End the connection. Twice is no error."""
 
 
-def create(objects: Objects, key: str, data: bytes, timeout_s: float = _CREATE_SECONDS) -> bytes:
+def create(objects: Objects, key: str, data: bytes, timeout_s: float = CREATE_SECONDS) -> bytes:
     """Put an object if there is none, and return the one that is there then, ours or another's.
 
     Of several who do this at once all get the same answer: the first put wins, and who wins is
-    known only by reading. Raises StoreError, StoreFull.
+    known only by reading. In a full store it waits for room. Raises StoreFull after `timeout_s`,
+    StoreError.
     """
     found: bytes | None = None
 
-    def created() -> bool:
+    def is_there() -> bool:
         nonlocal found
-        objects.put(key, data)
-        # None: the winner is still writing, or somebody removes what we look for.
         found = objects.get(key)
         return found is not None
 
-    if not wait_until(created, timeout_s) or found is None:
-        raise StoreError(f"{key} was not there {timeout_s:g} s after it was put", path=key)
+    def put() -> None:
+        objects.put(key, data)
+        # None: the winner is still writing, or somebody removes what we look for.
+        if not wait_until(is_there, CREATE_SECONDS):
+            raise StoreError(f"{key} is not there {CREATE_SECONDS:g} s after it was put", path=key)
+
+    put_when_there_is_room(put, timeout_s, key)
+    assert found is not None
     return found
 
 

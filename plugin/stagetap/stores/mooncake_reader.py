@@ -159,7 +159,7 @@ class MooncakeStoreReader:
             offsets.append(ids_start)
         start = int(memory.ctypes.data)
         found = self.connection.objects.get_into(
-            keys, [start + offset for offset in offsets], sizes
+            keys, [start + offset for offset in offsets], sizes, keep=memory
         )
         for key, size, found_size in zip(keys, sizes, found, strict=True):
             if found_size is None:

@@ -8,6 +8,7 @@ which names the data; then the tombstone; at last the page, which leads to all o
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 
 from stagetap.errors import StoreError
@@ -22,7 +23,7 @@ from stagetap.stores.mooncake_layout import (
     sample_commit_key,
     tombstone_key,
 )
-from stagetap.stores.mooncake_objects import Objects
+from stagetap.stores.mooncake_objects import Objects, StoreFull
 from stagetap.stores.mooncake_records import Owner, encode_record
 
 _RETRY_SECONDS = 0.1
@@ -77,8 +78,9 @@ class Remover:
         """
         self._raise_failure()
         if doomed.manifest is not None:
-            owner = Owner(consumer="")
-            self._objects.put(tombstone_key(doomed.ref), encode_record(owner))
+            # In a full store go without it: what makes room must not wait for room.
+            with suppress(StoreFull):
+                self._objects.put(tombstone_key(doomed.ref), encode_record(Owner(consumer="")))
         waiting = _Waiting(steps(doomed), time.monotonic() + self._lease_wait_s)
         if self._advance(waiting, force):
             return

@@ -1,6 +1,7 @@
 """The worker's side of the Mooncake store: fragments straight from the slots of the pool."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -8,6 +9,7 @@ import numpy as np
 from stagetap.errors import StoreError
 from stagetap.manifest import DTYPE_ITEMSIZE
 from stagetap.stores.base import FragmentHeader, FragmentWriter, StoredFragment
+from stagetap.stores.mooncake_calls import CallTimeout
 from stagetap.stores.mooncake_index import read_writers
 from stagetap.stores.mooncake_layout import fragment_path, input_ids_key, part_key
 from stagetap.stores.mooncake_objects import Objects, put_when_there_is_room
@@ -30,7 +32,7 @@ class MooncakeStoreWriter:
     def use_memory(self, memory: memoryview) -> None:
         """Register the pool, once: a transfer reads the slots where they are. Raises StoreError."""
         address = _address(memory)
-        self._objects.register(address, memory.nbytes)
+        self._objects.register(address, memory.nbytes, memory)
         self._registered = address
 
     def open_fragment(self, header: FragmentHeader) -> FragmentWriter:
@@ -97,7 +99,7 @@ class MooncakeFragmentWriter:
             raise self._wrong("parts of different sizes: only the last one may be smaller")
         whole = size == self._total_bytes
         key = self._path if whole else part_key(self._path, len(self._parts))
-        self._put(key, partial(self._objects.put_from, key, _address(rows), size), size)
+        self._put(key, partial(self._put_rows, key, rows), size)
         if not whole:
             self._parts.append(key)
 
@@ -111,7 +113,15 @@ class MooncakeFragmentWriter:
         """Remove all that was put. Nobody can be reading it. Raises StoreError."""
         self._objects.remove(self._tried, force=True)
 
-    def _put(self, key: str, put: partial[None], size_bytes: int) -> None:
+    def _put_rows(self, key: str, rows: memoryview) -> None:
+        try:
+            self._objects.put_from(key, _address(rows), rows.nbytes)
+        except CallTimeout as error:
+            # It goes on and still reads the rows: the slot is not free before it has returned.
+            error.returned.wait()
+            raise
+
+    def _put(self, key: str, put: Callable[[], None], size_bytes: int) -> None:
         self._tried.append(key)
         put_when_there_is_room(
             put, self._room_timeout_s, f"{key} ({size_bytes} of {self._total_bytes} bytes)"

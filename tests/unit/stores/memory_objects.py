@@ -50,7 +50,12 @@ class MemoryObjects:
         return found
 
     def get_into(
-        self, keys: Sequence[str], addresses: Sequence[int], sizes_bytes: Sequence[int]
+        self,
+        keys: Sequence[str],
+        addresses: Sequence[int],
+        sizes_bytes: Sequence[int],
+        *,
+        keep: object = None,
     ) -> list[int | None]:
         sizes: list[int | None] = []
         for key, address, size in zip(keys, addresses, sizes_bytes, strict=True):
@@ -78,7 +83,7 @@ class MemoryObjects:
                 self.master.objects.pop(key, None)
         return left
 
-    def register(self, address: int, size_bytes: int) -> None:
+    def register(self, address: int, size_bytes: int, owner: object = None) -> None:
         self.registered[address] = size_bytes
 
     def unregister(self, address: int) -> None:

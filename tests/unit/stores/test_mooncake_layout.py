@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stagetap.keys import RESERVED
-from stagetap.manifest import Fragment
+from stagetap.manifest import Fragment, sample_bytes
 from stagetap.stores.base import SampleRef
 from stagetap.stores.mooncake_layout import (
     MARK_EVERY,
@@ -24,7 +24,6 @@ from stagetap.stores.mooncake_layout import (
     page_key,
     part_key,
     part_sizes,
-    sample_bytes,
     sample_commit_key,
     tombstone_key,
     writer_key,

@@ -36,7 +36,7 @@ from unit.stores.memory_objects import Died, Master, MemoryObjects, dies_at, fai
 
 def make_engine(master: Master, **changes: object) -> Engine:
     run = str(changes.get("run", RUN))
-    committer = MooncakeStoreCommitter(MemoryObjects(master), run)
+    committer = MooncakeStoreCommitter(MemoryObjects(master), run, 0.2)
     writer = MooncakeStoreWriter(MemoryObjects(master), run, room_timeout_s=0.2)
     return Engine((committer, writer), **changes)  # type: ignore[arg-type]
 

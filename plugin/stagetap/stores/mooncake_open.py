@@ -1,0 +1,63 @@
+"""Opens the sides of a Mooncake store, each with the connection that its role needs."""
+
+from functools import partial
+
+from stagetap.errors import Refused
+from stagetap.stores.mooncake_client import open_client
+from stagetap.stores.mooncake_committer import MooncakeStoreCommitter
+from stagetap.stores.mooncake_package import check_version
+from stagetap.stores.mooncake_probe import probe_master
+from stagetap.stores.mooncake_reader import MooncakeStoreReader
+from stagetap.stores.mooncake_uri import MooncakeOptions, parse_uri
+from stagetap.stores.mooncake_writer import MooncakeStoreWriter
+
+
+def open_writer(uri: str) -> MooncakeStoreWriter:
+    """The worker's side, proven writable; it lends memory. Raises Refused, StoreError."""
+    options, run_id = _run_of(uri)
+    return MooncakeStoreWriter(open_client(options, "writer"), run_id, options.space_wait)
+
+
+def open_committer(uri: str) -> MooncakeStoreCommitter:
+    """The scheduler's side. Raises Refused, StoreError."""
+    options, run_id = _run_of(uri)
+    return MooncakeStoreCommitter(open_client(options, "committer"), run_id, options.space_wait)
+
+
+def open_reader(uri: str) -> MooncakeStoreReader:
+    """The trainer's side. Raises Refused, ForeignStore when the run has not begun, StoreError."""
+    options, run_id = _run_of(uri)
+    return MooncakeStoreReader(
+        partial(open_client, options, "reader"),
+        run_id,
+        lease_wait_s=options.lease_wait,
+        force_remove=options.force_remove,
+    )
+
+
+def check_reachable(uri: str) -> None:
+    """Raise Refused or StoreError unless an engine could use this store, as far as can be seen.
+
+    Loads no Mooncake: its threads would not survive the fork of an engine.
+    """
+    options, _ = _run_of(uri)
+    check_version()
+    probe_master(options.master, options.connect_timeout)
+
+
+def lent_bytes(uri: str, workers: int) -> int | None:
+    """Bytes of samples that the memory lent by so many workers can hold.
+
+    None when they lend nothing: what standalone clients lend is not known here.
+    """
+    options = parse_uri(uri)
+    if not options.global_segment_size:
+        return None
+    return options.global_segment_size * workers // options.replicas
+
+
+def _run_of(uri: str) -> tuple[MooncakeOptions, str]:
+    options = parse_uri(uri)
+    if options.run is None:
+        raise Refused(f"{uri} names no run: write mooncake://{options.master}/RUN")
+    return options, options.run
