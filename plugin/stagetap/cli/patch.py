@@ -12,7 +12,9 @@ from rich.table import Table
 
 from stagetap import patchstack
 from stagetap.cli.arguments import JsonOption
+from stagetap.cli.output import print_json
 from stagetap.cli.patch_port import SourcesOption, drift_command, rebase_command
+from stagetap.cli.patch_upstream import export_upstream
 from stagetap.errors import Refused
 from stagetap.patchstack.lint import lint_folder, lint_readme, lint_round_trip
 from stagetap.patchstack.locate import find_vllm, patches_root, pinned_versions
@@ -32,7 +34,7 @@ VllmOption = Annotated[
     typer.Option("--vllm", help="A vLLM package directory; default: the one Python imports."),
 ]
 VersionOption = Annotated[
-    str | None, typer.Option("--version", help="The pinned release; default: the one of --vllm.")
+    str | None, typer.Option("--version", help="A pinned release; default: see above.")
 ]
 FolderArgument = Annotated[Path, typer.Argument(help="The git repository to work in.")]
 
@@ -71,7 +73,10 @@ def checkout_command(
     vllm: VllmOption = None,
     sources: SourcesOption = None,
 ) -> None:
-    """Make FOLDER a git repository of the released vLLM with a commit for each patch."""
+    """Make FOLDER a git repository of the released vLLM with a commit for each patch.
+
+    The release is the one of the vLLM at hand, or --version, which may be downloaded.
+    """
     if version is None:
         version = find_vllm(vllm).version
     series = _pinned(version)
@@ -81,14 +86,54 @@ def checkout_command(
 
 
 @app.command("export")
-def export_command(folder: FolderArgument) -> None:
-    """Write the series, its lock and the table of patches/README.md from FOLDER's commits."""
+def export_command(
+    folder: Annotated[
+        Path | None, typer.Argument(help="The repository of `checkout` or `rebase --work`.")
+    ] = None,
+    upstream: Annotated[
+        Path | None,
+        typer.Option("--upstream", help="A new folder for the patches to offer to vLLM."),
+    ] = None,
+    version: VersionOption = None,
+    sign_off: Annotated[
+        str | None,
+        typer.Option("--sign-off", help="'Name <mail>': author and signature of --upstream."),
+    ] = None,
+    sources: SourcesOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """FOLDER's commits as the series, or with --upstream each candidate as a pull request.
+
+    The first writes the patches, their lock and the table of patches/README.md. The second writes
+    one stand-alone git patch with its test for each patch that upstream was not offered yet, made
+    for the newest pin or for --version.
+    """
+    if (folder is None) == (upstream is None):
+        raise Refused("name the FOLDER whose commits are the series, or --upstream and a folder")
+    if upstream is not None:
+        export_upstream(upstream, version, sign_off, sources or default_cache(), as_json)
+    elif folder is not None:
+        _export_series(folder, as_json)
+
+
+def _export_series(folder: Path, as_json: bool) -> None:
     root = patches_root()
     series = export_repository(folder)
     write_series(series, root / "vllm" / series.version)
     _write_tables(root)
-    typer.echo(f"{len(series.patches)} patches, digest {series.digest}")
-    _report([finding for folder in _series_folders(root) for finding in lint_folder(folder)])
+    findings = [finding for folder in _series_folders(root) for finding in lint_folder(folder)]
+    if as_json:
+        print_json(
+            {
+                "vllm_version": series.version,
+                "series_sha256": series.digest,
+                "patches": [patch.name for patch in series.patches],
+                "findings": findings,
+            }
+        )
+    else:
+        typer.echo(f"{len(series.patches)} patches, digest {series.digest}")
+    _report(findings)
 
 
 @app.command("table")

@@ -21,7 +21,7 @@ PRISTINE_TAG = "pristine"
 VERSION_KEY = "stagetap.vllmVersion"
 _AUTHOR = ("StageTap contributors", "contributors@stagetap.invalid")
 EPOCH = "2000-01-01T00:00:00+0000"
-_FORMAT_PATCH = (
+FORMAT_PATCH = (
     "format-patch",
     "--stdout",
     "--zero-commit",
@@ -99,7 +99,7 @@ def export_repository(folder: Path) -> Series:
             f"{folder} has merges above its tag {PRISTINE_TAG}; rebase them into one line"
         )
     patches = tuple(
-        _patch(number, git(*_FORMAT_PATCH, "-1", commit, cwd=folder))
+        _patch(number, git(*FORMAT_PATCH, "-1", commit, cwd=folder))
         for number, commit in enumerate(commits, start=1)
     )
     paths = sorted({change.path for patch in patches for change in patch.changes})

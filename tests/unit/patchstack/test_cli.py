@@ -108,3 +108,10 @@ def test_lint_fails_on_a_stray_file(root: Path, vllm: Path, stagetap: Callable[.
     linted = stagetap("lint", "--vllm", vllm)
     assert linted.code == 1
     assert "notes.txt is in the folder but not in series" in linted.stderr
+
+
+@pytest.mark.parametrize("arguments", [[], ["work", "--upstream", "out"]])
+def test_an_export_is_of_one_kind(stagetap: Callable[..., Ran], arguments: list[str]) -> None:
+    exported = stagetap("export", *arguments)
+    assert exported.code == 2
+    assert "name the FOLDER whose commits are the series, or --upstream" in exported.stderr
