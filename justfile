@@ -95,6 +95,24 @@ patch-checkout dir *args:
 patch-export dir:
     @'{{ bin }}/stagetap' patch export '{{ dir }}'
 
+# Carry the series to another release; says what conflicts.
+[no-cd]
+patch-rebase version *args:
+    @'{{ bin }}/stagetap' patch rebase --to '{{ version }}' {{ args }}
+
+# Measure what each patch meets in other releases, and write the table of docs/patches.md.
+patch-drift versions="0.33.0,0.31.0,0.30.0":
+    @'{{ bin }}/stagetap' patch drift --from 0.32.0 --versions '{{ versions }}' --write docs/patches.md
+
+# Write each upstream candidate with its test to DIR, for a pull request.
+[no-cd]
+patch-upstream dir *args:
+    @'{{ bin }}/stagetap' patch export --upstream '{{ dir }}' {{ args }}
+
+# What the plugin uses of vLLM and a pinned release does not have.
+surface version:
+    @PYTHONPATH=tests '{{ bin }}/python' -m surface '{{ version }}'
+
 # Write the table of patches/README.md anew.
 patch-table:
     @'{{ bin }}/stagetap' patch table

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from stagetap.patchstack.drift import describe
 from stagetap.patchstack.gitrun import Contents
 from stagetap.patchstack.lint import lint_round_trip
 from stagetap.patchstack.locate import find_vllm, patches_root
@@ -55,6 +56,9 @@ def test_the_second_series_is_the_first_one_carried_over(tmp_path: Path, second:
     rebased = export_repository(tmp_path / "r")
     assert {one.patch: one.conflicts for one in carried if one.conflicts} == CONFLICTS
     assert not any(one.fate == "absorbed" for one in carried)
+    page = (Path(__file__).parents[3] / "docs/patches.md").read_text("utf-8")
+    for one in carried:
+        assert f"| {one.patch.removesuffix('.patch')} | {describe(one)} |" in page
     for one, ours, theirs in zip(carried, rebased.patches, shipped.patches, strict=True):
         assert ours.name == theirs.name
         if one.patch not in CONFLICTS:
