@@ -18,7 +18,7 @@ from stagetap.patchstack.locate import patches_root, pinned_versions
 from stagetap.patchstack.rebase import Carried, carry_over, finish_rebase, start_rebase
 from stagetap.patchstack.releases import check_version, default_cache
 from stagetap.patchstack.series import Series, read_series, write_series
-from stagetap.patchstack.sources import released_files
+from stagetap.patchstack.sources import fetch_missing, released_files
 from stagetap.patchstack.table import put_block
 from stagetap.patchstack.workshop import export_repository
 
@@ -62,6 +62,7 @@ def rebase_command(
     if (target / "series").exists() and not force:
         raise Refused(f"{target} holds a series already; give --force or another --out")
     cache = sources or default_cache()
+    fetch_missing((series.version, to), cache)
     folder = _work_folder(work)
     try:
         with activity() as say:
@@ -124,6 +125,7 @@ def drift_command(
     if not wanted:
         raise Refused(f"{series.version} is the only pin; name releases with --versions")
     cache = sources or default_cache()
+    fetch_missing((series.version, *wanted), cache)
     with activity() as say:
         say(f"the files of vLLM {series.version}")
         pristine = released_files(series.version, cache)

@@ -8,7 +8,7 @@ from stagetap.cli.output import activity, print_json, results, table
 from stagetap.errors import Refused
 from stagetap.patchstack.locate import patches_root, pinned_versions
 from stagetap.patchstack.series import read_series
-from stagetap.patchstack.sources import released_files
+from stagetap.patchstack.sources import fetch_missing, released_files
 from stagetap.patchstack.upstream import (
     Candidate,
     candidates,
@@ -36,6 +36,7 @@ def export_upstream(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise Refused(f"{out} is not empty; name a new folder")
     series = read_series(root / "vllm" / version)
+    fetch_missing([version], cache)
     found: list[Candidate] = []
     with activity() as say:
         say(f"the files of vLLM {version}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from stagetap.errors import Refused
@@ -21,6 +22,16 @@ def released_files(version: str, cache: Path, vllm: Path | None = None) -> Conte
     """
     files = files_at_hand(version, cache, vllm)
     return files if files is not None else python_sources(release(version, cache))
+
+
+def fetch_missing(versions: Iterable[str], cache: Path) -> None:
+    """Download the releases that ``released_files`` would have to; pip shows how far it is.
+
+    Raises like ``released_files``.
+    """
+    for version in versions:
+        if not _is_at_hand(version, None):
+            release(version, cache)
 
 
 def files_at_hand(version: str, cache: Path, vllm: Path | None = None) -> Contents | None:

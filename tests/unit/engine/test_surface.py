@@ -6,7 +6,7 @@ import pytest
 
 from stagetap.patchstack.locate import find_vllm, patches_root, pinned_versions
 from stagetap.patchstack.releases import Unreachable
-from surface.__main__ import check_release
+from surface.__main__ import check_release, plugin_sources
 from surface.check import Report, check
 from surface.sources import Plugin
 
@@ -35,6 +35,16 @@ def test_nothing_is_missing_in_the_other_pins(version: str) -> None:
     except Unreachable as error:
         pytest.skip(str(error))
     _expect_nothing_missing(report)
+
+
+def test_no_module_but_one_knows_of_several_releases() -> None:
+    """A version is written down (manifests), never compared; an import has no second try."""
+    for path, data in plugin_sources().items():
+        text = data.decode()
+        if path.startswith("stagetap/engine/"):
+            assert "packaging" not in text, path
+            assert ("__version__" in text) == path.endswith("engine/agreement.py"), path
+            assert ("except ImportError" in text) == path.endswith("engine/compat.py"), path
 
 
 VLLM = """

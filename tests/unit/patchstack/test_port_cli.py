@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable
@@ -10,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from stagetap.cli import main, patch, patch_port
+from stagetap.errors import Refused
+from stagetap.patchstack import operations
+from stagetap.patchstack.gitrun import GitError, git
 from stagetap.patchstack.locate import pinned_versions
 from stagetap.patchstack.series import read_series
 from unit.patchstack.synthetic import PRISTINE, make_package
@@ -22,6 +26,11 @@ def _release(version: str, model: bytes = b"") -> dict[str, bytes]:
     return PRISTINE | said | ({"vllm/config/model.py": model} if model else {})
 
 
+def _release_0_34() -> bytes:
+    model = PRISTINE["vllm/config/model.py"]
+    return model.replace(b"line_3 = 3\nline_4 = 4\n", b"line_3 = 5\n")
+
+
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
     """Three releases: as before, with moved lines, with changed lines where a hook goes."""
@@ -29,7 +38,7 @@ def sources(tmp_path: Path) -> Path:
     releases = {
         "0.32.0": _release("0.32.0"),
         "0.33.0": _release("0.33.0", b"# more\n" + model),
-        "0.34.0": _release("0.34.0", model.replace(b"line_3 = 3\nline_4 = 4\n", b"line_3 = 5\n")),
+        "0.34.0": _release("0.34.0", _release_0_34()),
     }
     for version, files in releases.items():
         make_package(tmp_path / "sources" / version, files)
@@ -74,9 +83,7 @@ def test_a_rebase_without_conflicts_is_a_finished_series(stagetap: Run, patches:
     assert "holds a series already" in error
 
 
-def test_a_conflict_is_resolved_by_commits_and_an_export(
-    stagetap: Run, patches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_conflict_is_marked_and_listed(stagetap: Run, patches: Path, tmp_path: Path) -> None:
     work = tmp_path / "work"
     code, out, _ = stagetap("rebase", "--to", "0.34.0", "--work", work)
     assert code == 1
@@ -87,6 +94,32 @@ def test_a_conflict_is_resolved_by_commits_and_an_export(
     code, _, error = stagetap("lint")
     assert code == 1
     assert "0.34.0: 0001-hook-the-model-config.patch: carries conflict markers" in error
+
+
+def test_a_conflict_is_resolved_by_commits_and_an_export(
+    stagetap: Run, patches: Path, tmp_path: Path
+) -> None:
+    """As docs/patches.md says it, with an editor that marks the first commit for editing."""
+    work = tmp_path / "work"
+    stagetap("rebase", "--to", "0.34.0", "--work", work)
+    model = work / "vllm/config/model.py"
+    released = _release_0_34()
+    with contextlib.suppress(GitError):
+        git("-c", "sequence.editor=sed -i '1s/pick/edit/'", "rebase", "-i", "pristine", cwd=work)
+    model.write_bytes(released.replace(b"line_3 = 5\n", b"line_3 = 5\nhook = 1\n"))
+    git("commit", "--all", "--quiet", "--amend", "--no-edit", cwd=work)
+    with contextlib.suppress(GitError):
+        git("rebase", "--continue", cwd=work)
+    # The third patch changes the very lines that were marked, and stops once more.
+    model.write_bytes(released.replace(b"line_3 = 5\n", b"line_3 = 5\nhook = 2\n# and once more\n"))
+    git("add", "--all", cwd=work)
+    git("-c", "core.editor=true", "rebase", "--continue", cwd=work)
+    code, _, error = stagetap("export", work)
+    assert code == 0, error
+    series = read_series(patches / "vllm/0.34.0")
+    assert not any(patch.conflicted for patch in series.patches)
+    assert [patch.name[:4] for patch in series.patches] == ["0001", "0002", "0003"]
+    assert stagetap("lint")[0] == 0
 
 
 def test_what_is_no_release_or_has_no_series_is_refused(stagetap: Run) -> None:
@@ -131,3 +164,18 @@ def test_lint_regenerates_every_release_that_is_here(
     assert code == 1
     (sources / "0.33.0").rename(tmp_path / "aside-too")
     assert "no pinned vLLM is here" in stagetap("lint")[2]
+
+
+def test_the_series_follows_from_the_version(stagetap: Run, patches: Path, sources: Path) -> None:
+    stagetap("rebase", "--to", "0.33.0")
+    for version in ("0.32.0", "0.33.0"):
+        vllm = sources / version / "vllm"
+        before = (vllm / "config/model.py").read_bytes()
+        applied = operations.apply(vllm, patches)
+        assert (applied.state, applied.series.version) == ("applied", version)
+        assert operations.verify(vllm, patches).series.digest == applied.series.digest
+        operations.revert(vllm, patches)
+        assert (vllm / "config/model.py").read_bytes() == before
+    other = make_package(sources / "0.31.0", _release("0.31.0"))
+    with pytest.raises(Refused, match=r"install vllm==0\.32\.0 or 0\.33\.0"):
+        operations.apply(other, patches)

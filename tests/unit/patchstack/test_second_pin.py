@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from stagetap.patchstack import operations
 from stagetap.patchstack.drift import describe
-from stagetap.patchstack.gitrun import Contents
+from stagetap.patchstack.gitrun import Contents, read_file, write_files
 from stagetap.patchstack.lint import lint_round_trip
 from stagetap.patchstack.locate import find_vllm, patches_root
 from stagetap.patchstack.patchfile import Patch
@@ -77,3 +78,17 @@ def test_the_second_series_applies_compiles_and_regenerates(second: Contents) ->
     for path, data in patched_contents(pristine, series).items():
         assert data is not None
         compile(data, path, "exec")
+
+
+def test_an_installed_second_pin_is_patched_and_given_back(
+    tmp_path: Path, second: Contents
+) -> None:
+    series = read_series(patches_root() / "vllm" / SECOND)
+    paths = [*series.paths, "vllm/__init__.py", "vllm/_version.py", "vllm/plugins/__init__.py"]
+    files = {path: second.get(path) for path in paths}
+    write_files(tmp_path, files)
+    applied = operations.apply(tmp_path)
+    assert (applied.state, applied.series.digest) == ("applied", series.digest)
+    assert operations.verify(tmp_path).state == "applied"
+    operations.revert(tmp_path)
+    assert {path: read_file(tmp_path / path) for path in paths} == files

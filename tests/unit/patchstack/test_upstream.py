@@ -159,6 +159,7 @@ class TestCommand:
             write_files(tmp_path / "patches" / FOLDER / patch[5:].removesuffix(".patch"), tests)
         monkeypatch.setattr(patch_upstream, "patches_root", lambda: tmp_path / "patches")
         monkeypatch.setattr(patch_upstream, "released_files", lambda *_: PRISTINE)
+        monkeypatch.setattr(patch_upstream, "fetch_missing", lambda *_: None)
         return tmp_path
 
     def test_one_file_a_candidate(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
