@@ -22,7 +22,7 @@ from stagetap.stores.mooncake_calls import BoundedCalls, Result
 from stagetap.stores.mooncake_objects import StoreFull
 from stagetap.stores.mooncake_package import load_mooncake, tell_library
 from stagetap.stores.mooncake_probe import probe_master
-from stagetap.stores.mooncake_status import LEASED, NOT_FOUND, failure
+from stagetap.stores.mooncake_status import LEASED, NOT_FOUND, NOT_READY, StatusError, failure
 from stagetap.stores.mooncake_uri import MooncakeOptions
 
 Role = Literal["writer", "committer", "reader"]
@@ -32,6 +32,7 @@ PROTOCOL_KEY = "stagetap.protocol"
 
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 _CLOSE_SECONDS = 5.0
+_GET_TRIES = 2
 
 log = logging.getLogger(__name__)
 
@@ -139,16 +140,28 @@ class MooncakeClient:
             self._check_put(key, code, sum(sizes))
 
     def get(self, key: str) -> bytes | None:
-        """The object; None when there is none. Raises StatusError, CallTimeout or StoreError."""
-        data: bytes = self._call(
-            lambda: self._store.get(key), self.options.get_timeout, f"get {key}", key
-        )
-        if data:
-            return data
-        # Empty says only that it failed; its size says why.
-        size = self.size(key)
-        if size is None:
-            return None
+        """The object; None when there is none, or it is just being written.
+
+        Raises StatusError, CallTimeout or StoreError.
+        """
+        size: int | None = None
+        for _ in range(_GET_TRIES):
+            data: bytes = self._call(
+                lambda: self._store.get(key), self.options.get_timeout, f"get {key}", key
+            )
+            if data:
+                return data
+            # Empty says only that it failed; its size says why. When that is well, perhaps the
+            # object has only become whole between the two questions.
+            try:
+                size = self.size(key)
+            except StatusError as error:
+                if error.code != NOT_READY:
+                    raise
+                return None
+            if size is None:
+                return None
+        assert size is not None
         if size > self.options.local_buffer_size:
             raise StoreError(
                 f"mooncake: get {key}: {size} bytes do not fit local_buffer_size "
@@ -334,6 +347,14 @@ class MooncakeClient:
         self._check_put(key, code, size_bytes)
 
     def _check_put(self, key: str, code: int, size_bytes: int) -> None:
+        if code == NOT_FOUND:
+            raise StatusError(
+                f"mooncake: put {key} ({size_bytes} bytes): the host of the memory that it went to "
+                f"was lost meanwhile (status {code})",
+                path=key,
+                size_bytes=size_bytes,
+                code=code,
+            )
         if code != 0:
             raise failure("put", key, code, size_bytes)
         if self.options.replicas > 1:

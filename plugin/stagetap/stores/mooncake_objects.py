@@ -83,12 +83,12 @@ def create(objects: Objects, key: str, data: bytes, timeout_s: float = CREATE_SE
 
     def is_there() -> bool:
         nonlocal found
+        objects.put(key, data)
+        # None: the winner is still writing it, or has removed it since. Then it is to be had anew.
         found = objects.get(key)
         return found is not None
 
     def put() -> None:
-        objects.put(key, data)
-        # None: the winner is still writing, or somebody removes what we look for.
         if not wait_until(is_there, CREATE_SECONDS):
             raise StoreError(f"{key} is not there {CREATE_SECONDS:g} s after it was put", path=key)
 

@@ -1,15 +1,18 @@
 """Opens the sides of a Mooncake store, each with the connection that its role needs."""
 
+import os
 from functools import partial
 
-from stagetap.errors import Refused
-from stagetap.stores.mooncake_client import open_client
+from stagetap.errors import Refused, StoreError
+from stagetap.stores.mooncake_client import MooncakeClient, open_client
 from stagetap.stores.mooncake_committer import MooncakeStoreCommitter
 from stagetap.stores.mooncake_package import check_version
 from stagetap.stores.mooncake_probe import probe_master
 from stagetap.stores.mooncake_reader import MooncakeStoreReader
 from stagetap.stores.mooncake_uri import MooncakeOptions, parse_uri
 from stagetap.stores.mooncake_writer import MooncakeStoreWriter
+
+_pid: int | None = None  # the process that has opened a reader's connection
 
 
 def open_writer(uri: str) -> MooncakeStoreWriter:
@@ -28,7 +31,7 @@ def open_reader(uri: str) -> MooncakeStoreReader:
     """The trainer's side. Raises Refused, ForeignStore when the run has not begun, StoreError."""
     options, run_id = _run_of(uri)
     return MooncakeStoreReader(
-        partial(open_client, options, "reader"),
+        partial(_connect_reader, options),
         run_id,
         lease_wait_s=options.lease_wait,
         force_remove=options.force_remove,
@@ -54,6 +57,19 @@ def lent_bytes(uri: str, workers: int) -> int | None:
     if not options.global_segment_size:
         return None
     return options.global_segment_size * workers // options.replicas
+
+
+def _connect_reader(options: MooncakeOptions) -> MooncakeClient:
+    """A reader's connection, in whichever process first uses it. Raises StoreError."""
+    global _pid
+    if _pid not in (None, os.getpid()):
+        # Mooncake's threads are not there, and its locks may be held: it would hang.
+        raise StoreError(
+            "this process was forked from one that uses Mooncake, which cannot work: start "
+            'DataLoader workers with multiprocessing_context="spawn", or read in one process'
+        )
+    _pid = os.getpid()
+    return open_client(options, "reader")
 
 
 def _run_of(uri: str) -> tuple[MooncakeOptions, str]:

@@ -2,7 +2,7 @@
 
 The order of steps makes every half-done removal one that can be finished by whoever finds it: a
 tombstone first, so that nobody takes the rest for a broken sample; then the data; then the commit,
-which names the data; then the tombstone; at last the page, which leads to all of it.
+which names the data; then claims and tombstone; at last the page, which leads to all of it.
 """
 
 import threading
@@ -48,12 +48,14 @@ def steps(doomed: Doomed) -> list[list[str]]:
     """The keys to remove, in groups: one group after the other. Pure."""
     ref = doomed.ref
     data = [error_record_key(ref, stage) for stage in doomed.error_stages]
-    names = [claim_key(ref), *[ack_key(ref, consumer) for consumer in doomed.consumers]]
+    commit = []
     if doomed.manifest is not None:
         data += keys_of(doomed.manifest)
-        names.append(sample_commit_key(ref.run_id, ref.sample_id))
+        commit.append(sample_commit_key(ref.run_id, ref.sample_id))
+    # Claims only now: whoever gets one from here on finds no commit.
+    marks = [claim_key(ref), *[ack_key(ref, name) for name in doomed.consumers], tombstone_key(ref)]
     pages = [page_key(ref.run_id, writer, seq) for writer, seq in doomed.pages]
-    return [group for group in (data, names, [tombstone_key(ref)], pages) if group]
+    return [group for group in (data, commit, marks, pages) if group]
 
 
 class Remover:

@@ -6,6 +6,7 @@ from stagetap.errors import StoreError
 from stagetap.stores.mooncake_objects import StoreFull
 
 NO_SPACE = -200
+NOT_READY = -703
 NOT_FOUND = -704
 EXISTS = -705
 LEASED = -706
@@ -16,7 +17,7 @@ _MEANINGS = {
     "have read, or lend more memory (global_segment_size)",
     -600: "invalid parameters: an empty object, an object larger than the place for it, or "
     "larger than local_buffer_size",
-    -703: "it is still being written",
+    NOT_READY: "it is still being written",
     NOT_FOUND: "there is no such object",
     EXISTS: "it exists already",
     LEASED: "somebody is reading it: it can be removed when that lease has ended",

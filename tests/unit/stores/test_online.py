@@ -94,13 +94,15 @@ def test_no_sample_goes_to_two_consumers(removal: str) -> None:
                 assert torch.equal(sample.layer(0), states(0, 2, number).bfloat16())
                 taken[sample.sample_id] += 1
         except SampleTimeout:
-            pass
+            finished.add(name)
 
+    finished: set[str] = set()
     threads = [threading.Thread(target=consume, args=(name,)) for name in ("a", "b", "c")]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    assert finished == {"a", "b", "c"}
     assert taken == Counter({f"s{number}": 1 for number in range(count)})
     for stream in streams:
         stream.settle(5)
