@@ -15,8 +15,10 @@ from matrix.runner import Runner
 
 pytestmark = pytest.mark.engine
 
-CI = {"granite", "deepseek-v3", "gemma3", "qwen3-vl", "transformers-backend"}
+CI = {"granite", "gemma3", "gemma4", "qwen3-vl"}
 """Models whose plain row is tried in CI, one for every form that a decoder's layers take."""
+
+SAID = {record.key: record for record in read_records()}
 
 OVERCHARGE = 0.05
 
@@ -31,12 +33,11 @@ def runner(stores: Callable[[str], Path]) -> Runner:
     return Runner(stores("matrix"), print)
 
 
-@pytest.mark.parametrize("row", [_parameter(row) for row in ROWS])
+@pytest.mark.parametrize("row", [_parameter(row) for row in ROWS if row.key in SAID])
 def test_a_row_comes_out_as_the_page_says(runner: Runner, row: Row) -> None:
-    said = {record.key: record for record in read_records()}[row.key]
     outcome = runner.run(row)
     assert outcome.record is not None, outcome.failure
-    assert outcome.record.verdict == said.verdict
+    assert outcome.record.verdict == SAID[row.key].verdict
 
 
 @pytest.mark.parametrize("pp", [1, 2])

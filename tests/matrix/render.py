@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from matrix.records import Record
+from matrix.rows import ROWS, Row
 
 _HEAD = """\
 # Models
@@ -39,8 +40,8 @@ _HEADERS = (
 )
 
 
-def render(records: Sequence[Record]) -> str:
-    """The page."""
+def render(records: Sequence[Record], rows: Sequence[Row] = ROWS) -> str:
+    """The page; rows of the table that have no record yet are named at its end."""
     lines = [_row(_HEADERS), _row(["---"] * len(_HEADERS))]
     lines += [_row(_cells(record)) for record in records]
     models = sorted({record.model for record in records if record.verdict != "refused"})
@@ -56,8 +57,17 @@ def render(records: Sequence[Record]) -> str:
             "",
             *(f"- {line}" for line in versions),
             "",
+            *_open(records, rows),
         ]
     )
+
+
+def _open(records: Sequence[Record], rows: Sequence[Row]) -> list[str]:
+    known = {record.key for record in records}
+    missing = [row.name for row in rows if row.key not in known]
+    if not missing:
+        return []
+    return ["Not shown yet, so claim nothing of them:", "", *(f"- {name}" for name in missing), ""]
 
 
 def _cells(record: Record) -> list[str]:
