@@ -102,7 +102,8 @@ class Master(Process):
         """
         program = find_program("mooncake_master")
         for tries_left in reversed(range(_TRIES)):
-            rpc_port = port or free_port(host)
+            # Another master on this port would answer, and be taken for ours.
+            rpc_port = free_port(host, port)
             self.address = f"{host}:{rpc_port}"
             self.metrics_port = free_port(host)
             super().__init__(
@@ -130,19 +131,15 @@ class Master(Process):
     def _wait_for_answer(self) -> None:
         deadline = time.monotonic() + _START_SECONDS
         while True:
-            # Before the question: another master may sit on this port, and answer.
-            ended = self.has_ended()
             try:
                 probe_master(self.address, 1.0)
-                answered = True
             except StoreError:
-                answered = False
-            if ended or self.has_ended():
-                raise StoreError(f"mooncake_master on {self.address}: {self.last_words()}")
-            if answered:
+                if time.monotonic() > deadline:
+                    raise
+            else:
                 return
-            if time.monotonic() > deadline:
-                raise StoreError(f"mooncake_master on {self.address}: no answer within 20 s")
+            if self.has_ended():
+                raise StoreError(f"mooncake_master on {self.address}: {self.last_words()}")
             time.sleep(0.05)
 
 
@@ -170,14 +167,16 @@ class MemoryHost(Process):
         super().__init__("mooncake_client", command, log)
 
 
-def free_port(host: str) -> int:
-    """A port of this host that nobody listens on now. Raises StoreError."""
+def free_port(host: str, port: int = 0) -> int:
+    """A port of this host that nobody listens on now: this one, or any. Raises StoreError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
+        # What is left of connections to an earlier server is no server.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host.strip("[]"), 0))
+            probe.bind((host.strip("[]"), port))
         except OSError as error:
-            raise StoreError(f"{host} is no address of this host: {error.strerror}") from None
+            raise StoreError(f"cannot listen on {host}:{port}: {error.strerror}") from None
         return int(probe.getsockname()[1])
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from decimal import Decimal
 from types import MappingProxyType
 from typing import Any, Literal
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
@@ -229,7 +230,9 @@ def _text(value: Any) -> str:
     if isinstance(value, tuple):
         return ",".join(value)
     if isinstance(value, float):
-        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+        # Never as 1e+06, which is no time.
+        text = f"{Decimal(repr(value)):f}"
+        return text.removesuffix(".0")
     if isinstance(value, int):
         for unit, size in (("GiB", _GIB), ("MiB", _MIB), ("KiB", _KIB)):
             if value >= size and value % size == 0:
