@@ -101,7 +101,7 @@ class IndexSource:
     def __init__(self, reader: MooncakeStoreReader) -> None:
         self._reader = reader
         self._offers: list[Offer] = []
-        self._seen: set[tuple[str, str]] = set()
+        self._seen: set[tuple[SampleRef, str]] = set()
 
     def next(self, timeout_s: float, stopped: threading.Event) -> Offer | None:
         """See Source."""
@@ -115,12 +115,13 @@ class IndexSource:
     def _poll(self) -> bool:
         for found in self._reader.poll_pages():
             page = found.page
-            if (page.attempt, page.kind) in self._seen:
+            ref = _ref(self._reader, page.sample_id, page.attempt)
+            if (ref, page.kind) in self._seen:
                 continue  # told of twice, see MooncakeStoreCommitter.is_committed
-            self._seen.add((page.attempt, page.kind))
+            self._seen.add((ref, page.kind))
             self._offers.append(
                 Offer(
-                    ref=_ref(self._reader, page.sample_id, page.attempt),
+                    ref=ref,
                     kind=page.kind,
                     stage=page.stage,
                     pages=((found.writer, found.seq),),
@@ -226,7 +227,7 @@ class Consumer:
         if self._how.sharing == "broadcast":
             return True
         key = claim_key(ref)
-        owner = create(objects, key, encode_record(Owner(consumer=us)), _ROOM_SECONDS)
+        owner = create(objects, key, encode_record(key, Owner(consumer=us)), _ROOM_SECONDS)
         return decode_record(key, owner, Owner).consumer == us
 
     def _failed(self, offer: Offer, commit: Commit | None) -> Taken | None:
@@ -251,8 +252,8 @@ class Consumer:
         """The sample was consumed, or its failure noted. Raises StoreError."""
         if self._how.sharing == "broadcast" or self._how.removal == "keep":
             objects, ref = self._reader.connection.objects, offer.ref
-            ours = encode_record(Owner(consumer=self._how.consumer))
-            objects.put(ack_key(ref, self._how.consumer), ours)
+            key = ack_key(ref, self._how.consumer)
+            objects.put(key, encode_record(key, Owner(consumer=self._how.consumer)))
             acks = [ack_key(ref, name) for name in self._how.consumers]
             if self._how.removal == "keep" or not all(objects.exist(acks)):
                 return

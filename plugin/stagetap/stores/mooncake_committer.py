@@ -35,7 +35,13 @@ from stagetap.stores.mooncake_layout import (
     payload_keys,
     sample_commit_key,
 )
-from stagetap.stores.mooncake_objects import Objects, StoreFull, create, put_when_there_is_room
+from stagetap.stores.mooncake_objects import (
+    Objects,
+    StoreFull,
+    create,
+    put_when_there_is_room,
+    read,
+)
 from stagetap.stores.mooncake_records import (
     ErrorRecord,
     Page,
@@ -43,7 +49,6 @@ from stagetap.stores.mooncake_records import (
     decode_commit,
     decode_invariant,
     encode_commit,
-    encode_invariant,
     encode_record,
 )
 
@@ -70,7 +75,7 @@ class MooncakeStoreCommitter:
     def begin_run(self, invariant: Invariant) -> None:
         """Claim the run for this kind of data. Raises Refused, UnknownVersion or StoreError."""
         key = invariant_key(self._run_id)
-        stored = create(self._objects, key, encode_invariant(invariant), self._room_timeout_s)
+        stored = create(self._objects, key, encode_record(key, invariant), self._room_timeout_s)
         found = difference(decode_invariant(key, stored), invariant)
         if found is not None:
             field, ours, theirs = found
@@ -88,7 +93,7 @@ class MooncakeStoreCommitter:
         key = sample_commit_key(run_id, sample_id)
         if not self._objects.exist([key])[0]:
             return False
-        data = self._objects.get(key)
+        data = read(self._objects, key)
         if data is None:
             return False  # deleted at this moment
         commit = decode_commit(key, data)
@@ -111,7 +116,7 @@ class MooncakeStoreCommitter:
         with self._writing:
             index = self._known_index()
             now_ns = time.time_ns()
-            ours = encode_commit(now_ns, index.writer, index.next_seq, manifest)
+            ours = encode_commit(key, now_ns, index.writer, index.next_seq, manifest)
             try:
                 winner = create(self._objects, key, ours, self._room_timeout_s)
             except StoreFull:
@@ -133,7 +138,8 @@ class MooncakeStoreCommitter:
         """Leave the cause below the attempt, and a page that leads there. Raises StoreError."""
         now_ns = time.time_ns()
         record = ErrorRecord(attempt=ref.attempt, stage=stage, cause=cause, failed_at_ns=now_ns)
-        put = partial(self._objects.put, error_record_key(ref, stage), encode_record(record))
+        key = error_record_key(ref, stage)
+        put = partial(self._objects.put, key, encode_record(key, record))
         put_when_there_is_room(put, self._room_timeout_s, f"the failure of {ref.sample_id!r}")
         page = Page(
             kind="error", at_ns=now_ns, sample_id=ref.sample_id, attempt=ref.attempt, stage=stage

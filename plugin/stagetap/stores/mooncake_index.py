@@ -14,7 +14,7 @@ from stagetap.stores.mooncake_layout import (
     page_key,
     writer_key,
 )
-from stagetap.stores.mooncake_objects import Objects, create, put_when_there_is_room
+from stagetap.stores.mooncake_objects import Objects, create, put_when_there_is_room, read
 from stagetap.stores.mooncake_records import (
     Mark,
     Page,
@@ -37,7 +37,7 @@ def read_writers(objects: Objects, run_id: str) -> list[WriterRecord]:
         if not there:
             return found
         for key in there:
-            data = objects.get(key)
+            data = read(objects, key)
             if data is not None:
                 found.append(decode_record(key, data, WriterRecord))
         start += WRITER_WINDOW
@@ -69,13 +69,12 @@ class IndexWriter:
 
     def introduce(self) -> None:
         """Take the first free writer number. Raises StoreError."""
-        ours = encode_record(self._record)
         start = 0
         while True:
             keys = [writer_key(self._run_id, n) for n in range(start, start + WRITER_WINDOW)]
             exists = self._objects.exist(keys)
             for key, taken in zip(keys, exists, strict=True):
-                if not taken and self._is_first(key, ours):
+                if not taken and self._is_first(key):
                     self._key = key
                     return
             start += WRITER_WINDOW
@@ -97,19 +96,20 @@ class IndexWriter:
         if seq % MARK_EVERY == 0:
             self._mark(seq)
         key = page_key(self._run_id, self.writer, seq)
-        data = encode_record(page)
+        data = encode_record(key, page)
         self._put(key, data)
-        if self._objects.get(key) not in (data, None):  # None: consumed at once
+        if read(self._objects, key) not in (data, None):  # None: consumed at once
             raise StoreError(f"{key} exists already: two engines have one writer id", path=key)
 
     def _mark(self, pages: int) -> None:
         """Note how many pages there are. One of two places stays valid while the other changes."""
         key = mark_keys(self._run_id, self.writer)[pages // MARK_EVERY % 2]
         self._objects.remove([key], force=True)
-        self._put(key, encode_record(Mark(pages=pages)))
+        self._put(key, encode_record(key, Mark(pages=pages)))
 
-    def _is_first(self, key: str, data: bytes) -> bool:
-        return create(self._objects, key, data, self._room_timeout_s) == data
+    def _is_first(self, key: str) -> bool:
+        ours = encode_record(key, self._record)
+        return create(self._objects, key, ours, self._room_timeout_s) == ours
 
     def _put(self, key: str, data: bytes) -> None:
         put = partial(self._objects.put, key, data)
@@ -177,7 +177,7 @@ class IndexReader:
                 position.seq = min(start + PAGE_WINDOW, known_pages)
 
     def _take(self, writer: str, position: _Position, seq: int, key: str) -> None:
-        data = self._objects.get(key)
+        data = read(self._objects, key)
         position.seq = seq + 1
         if data is None:
             return  # consumed since
@@ -191,7 +191,7 @@ class IndexReader:
         """How many pages a writer has at least."""
         marks = []
         for key in mark_keys(self._run_id, writer):
-            data = self._objects.get(key)
+            data = read(self._objects, key)
             if data is not None:
                 marks.append(decode_record(key, data, Mark).pages)
         return max(marks, default=0)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from stagetap.errors import StoreError
+from stagetap.stores.mooncake_records import is_intact
 
 _PAUSE_SECONDS = (0.005, 0.2)  # the first pause between two tries, and the longest
 CREATE_SECONDS = 5.0
@@ -72,8 +73,19 @@ class Objects(Protocol):
         """End the connection. Twice is no error."""
 
 
+def read(objects: Objects, key: str) -> bytes | None:
+    """A sealed object; None when there is none. Raises StoreError.
+
+    It is damaged only if it still is at a second look: the first may have met its removal.
+    """
+    data = objects.get(key)
+    if data is None or is_intact(key, data):
+        return data
+    return objects.get(key)
+
+
 def create(objects: Objects, key: str, data: bytes, timeout_s: float = CREATE_SECONDS) -> bytes:
-    """Put an object if there is none, and return the one that is there then, ours or another's.
+    """Put a sealed object if there is none, and return the one that is there then, perhaps another.
 
     Of several who do this at once all get the same answer: the first put wins, and who wins is
     known only by reading. In a full store it waits for room. Raises StoreFull after `timeout_s`,
@@ -85,7 +97,7 @@ def create(objects: Objects, key: str, data: bytes, timeout_s: float = CREATE_SE
         nonlocal found
         objects.put(key, data)
         # None: the winner is still writing it, or has removed it since. Then it is to be had anew.
-        found = objects.get(key)
+        found = read(objects, key)
         return found is not None
 
     def put() -> None:

@@ -36,7 +36,7 @@ from stagetap.stores.mooncake_layout import (
     tombstone_key,
     writer_of,
 )
-from stagetap.stores.mooncake_objects import Objects
+from stagetap.stores.mooncake_objects import Objects, read
 from stagetap.stores.mooncake_records import (
     Commit,
     ErrorRecord,
@@ -79,10 +79,10 @@ class MooncakeStoreReader:
         self._force_remove = force_remove
         self._open: Connection | None = None
         self._index: IndexReader | None = None
-        self._seen: set[str] = set()  # attempts whose pages poll has returned
+        self._seen: set[SampleRef] = set()  # attempts whose pages poll has returned
         self._errors: dict[str, list[tuple[str, int | None]]] = {}  # by sample: attempt, stage
         self._deletes: list[DeleteEntry] = []  # not returned yet
-        self._deleted: set[str] = set()  # attempts that are known to be gone
+        self._deleted: set[SampleRef] = set()  # attempts that are known to be gone
         self.invariant = self._read_invariant()
 
     @property
@@ -111,9 +111,11 @@ class MooncakeStoreReader:
                 errors = self._errors.setdefault(page.sample_id, [])
                 if (page.attempt, page.stage) not in errors:
                     errors.append((page.attempt, page.stage))
-            elif page.attempt not in self._seen:
-                self._seen.add(page.attempt)
-                commits.append(self._entry(found))
+                continue
+            entry = self._entry(found)
+            if _ref(entry) not in self._seen:
+                self._seen.add(_ref(entry))
+                commits.append(entry)
         deletes, self._deletes = self._deletes, []
         return commits, deletes
 
@@ -137,7 +139,7 @@ class MooncakeStoreReader:
         Raises MalformedManifest, UnknownVersion, CorruptLog, StoreError.
         """
         key = sample_commit_key(self.run_id, sample_id)
-        data = self.connection.objects.get(key)
+        data = read(self.connection.objects, key)
         return None if data is None else decode_commit(key, data)
 
     def fragment(self, manifest: Manifest, fragment: Fragment) -> FragmentBytes:
@@ -166,6 +168,11 @@ class MooncakeStoreReader:
                 raise self._missing(manifest, fragment, key)
             if found_size != size:
                 raise _truncated(manifest, fragment, key, found_size, size)
+        # Nobody stores an attempt's keys twice: what is still there was there all the time. What is
+        # not may have been removed under our hands, and other bytes been read in its place.
+        for key, exists in zip(keys, self.connection.objects.exist(keys), strict=True):
+            if not exists:
+                raise self._missing(manifest, fragment, key)
         view = memory.data
         return FragmentBytes(
             payload=view[: fragment.byte_size],
@@ -190,7 +197,7 @@ class MooncakeStoreReader:
         """One recorded error; None when it was removed. Raises StoreError, CorruptLog."""
         ref = SampleRef(run_id=self.run_id, sample_id=sample_id, attempt=attempt)
         key = error_record_key(ref, stage)
-        data = self.connection.objects.get(key)
+        data = read(self.connection.objects, key)
         if data is None:
             return None
         cause = decode_record(key, data, ErrorRecord).cause
@@ -243,7 +250,7 @@ class MooncakeStoreReader:
 
     def _read_invariant(self) -> Invariant:
         key = invariant_key(self.run_id)
-        data = self.connection.objects.get(key)
+        data = read(self.connection.objects, key)
         if data is None:
             raise ForeignStore(
                 f"there is no run {self.run_id!r} at this master: start its engine first, or give "
@@ -265,8 +272,8 @@ class MooncakeStoreReader:
         )
 
     def _note_deleted(self, entry: CommitEntry) -> None:
-        if entry.attempt not in self._deleted:
-            self._deleted.add(entry.attempt)
+        if _ref(entry) not in self._deleted:
+            self._deleted.add(_ref(entry))
             self._deletes.append(
                 DeleteEntry(
                     writer=f"{entry.writer}-{os.getpid()}",

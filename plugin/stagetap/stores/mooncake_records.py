@@ -1,7 +1,8 @@
 """What the small objects of the Mooncake store say, as bytes. Pure.
 
-Each is a line with the checksum of what follows, then one JSON document. An object is there whole
-or not at all; the checksum is for what happens to it afterwards.
+Each is a line with a checksum, then one JSON document. An object is there whole or not at all, but
+a read may meet its removal, and bring what was stored in its place: perhaps an object of the same
+kind. So the checksum is over key and document.
 """
 
 from typing import Literal, TypeVar
@@ -74,27 +75,33 @@ class _Head(msgspec.Struct):
     store_version: int
 
 
-def seal(document: bytes) -> bytes:
-    """A document behind its checksum."""
-    return b"%b\n%b" % (xxhash.xxh3_64_hexdigest(document).encode(), document)
+def seal(key: str, document: bytes) -> bytes:
+    """A document as it is stored at `key`, behind its checksum."""
+    return b"%b\n%b" % (_checksum(key, document), document)
+
+
+def is_intact(key: str, data: bytes) -> bool:
+    """Whether these bytes are what was sealed for `key`."""
+    checksum, _, document = data.partition(b"\n")
+    return checksum == _checksum(key, document)
 
 
 def unseal(key: str, data: bytes) -> bytes:
     """The document of a sealed object. Raises CorruptLog."""
-    checksum, _, document = data.partition(b"\n")
-    found = xxhash.xxh3_64_hexdigest(document).encode()
-    if found != checksum:
+    if not is_intact(key, data):
         raise CorruptLog(
-            f"{key} is damaged or was not written by StageTap (checksum {found.decode()}): "
-            "start another run",
-            path=key,
+            f"{key} is damaged or was not written by StageTap: start another run", path=key
         )
-    return document
+    return data.partition(b"\n")[2]
 
 
-def encode_record(record: msgspec.Struct) -> bytes:
-    """A record as it is stored."""
-    return seal(msgspec.json.encode(record))
+def _checksum(key: str, document: bytes) -> bytes:
+    return xxhash.xxh3_64_hexdigest(b"%b\n%b" % (key.encode(), document)).encode()
+
+
+def encode_record(key: str, record: msgspec.Struct) -> bytes:
+    """A record as it is stored at `key`."""
+    return seal(key, msgspec.json.encode(record))
 
 
 def decode_record(key: str, data: bytes, kind: type[Record]) -> Record:
@@ -110,10 +117,12 @@ def decode_record(key: str, data: bytes, kind: type[Record]) -> Record:
         ) from error
 
 
-def encode_commit(committed_at_ns: int, writer: str, seq: int, manifest: Manifest) -> bytes:
-    """A commit as it is stored. Raises MalformedManifest or Refused."""
+def encode_commit(
+    key: str, committed_at_ns: int, writer: str, seq: int, manifest: Manifest
+) -> bytes:
+    """A commit as it is stored at `key`. Raises MalformedManifest or Refused."""
     commit = _Commit(committed_at_ns, writer, seq, msgspec.Raw(encode(manifest)))
-    return seal(msgspec.json.encode(commit))
+    return seal(key, msgspec.json.encode(commit))
 
 
 def decode_commit(key: str, data: bytes) -> Commit:
@@ -125,11 +134,6 @@ def decode_commit(key: str, data: bytes) -> Commit:
         seq=raw.seq,
         manifest=decode(raw.manifest),
     )
-
-
-def encode_invariant(invariant: Invariant) -> bytes:
-    """What a run holds, as it is stored."""
-    return encode_record(invariant)
 
 
 def decode_invariant(key: str, data: bytes) -> Invariant:

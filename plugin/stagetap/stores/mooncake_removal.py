@@ -82,7 +82,8 @@ class Remover:
         if doomed.manifest is not None:
             # In a full store go without it: what makes room must not wait for room.
             with suppress(StoreFull):
-                self._objects.put(tombstone_key(doomed.ref), encode_record(Owner(consumer="")))
+                key = tombstone_key(doomed.ref)
+                self._objects.put(key, encode_record(key, Owner(consumer="")))
         waiting = _Waiting(steps(doomed), time.monotonic() + self._lease_wait_s)
         if self._advance(waiting, force):
             return

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import pickle
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import stagetap
+from mooncake_run import SIZES, Clients, Run
 from stagetap.errors import (
     ChecksumMismatch,
     ForeignStore,
@@ -27,91 +25,23 @@ from stagetap.errors import (
 )
 from stagetap.reader.dataset import HiddenStatesDataset
 from stagetap.stores.base import (
-    StoreCommitter,
-    StoreWriter,
     open_store_committer,
-    open_store_reader,
-    open_store_writer,
 )
 from stagetap.stores.mooncake_client import MooncakeClient
-from stagetap.stores.mooncake_committer import MooncakeStoreCommitter
 from stagetap.stores.mooncake_processes import Master
 from stagetap.stores.mooncake_reader import MooncakeStoreReader
-from stagetap.stores.mooncake_writer import MooncakeStoreWriter
 from store_samples import Engine, drain, job, states, tapped, token_ids
-
-SIZES = "global_segment_size=32MiB&local_buffer_size=2MiB&space_wait=500ms"
-
-_runs = itertools.count()
-
-
-def keys_in(master: Master) -> list[str]:
-    """Every key in the store; only tests can ask for them."""
-    url = f"http://{master.address.rpartition(':')[0]}:{master.metrics_port}/get_all_keys"
-    with urllib.request.urlopen(url, timeout=5) as answer:
-        return answer.read().decode().split()
-
-
-def samples_in(master: Master, run: str) -> list[str]:
-    """Keys of a run's samples, their pages and claims included."""
-    return [
-        key
-        for key in keys_in(master)
-        if key.startswith(f"{run}/")
-        and not key.endswith("/stagetap.json")
-        and "/writers/" not in key
-        and ".mark" not in key
-    ]
-
-
-class Shared:
-    """The session's connection, which closing a store does not end: that takes two seconds."""
-
-    def __init__(self, client: MooncakeClient) -> None:
-        self._client = client
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
-
-    def close(self) -> None:
-        """Not this one."""
-
-
-class Run:
-    """An engine on a run of its own, and the run's address."""
-
-    def __init__(
-        self,
-        master: Master,
-        client: MooncakeClient | None = None,
-        options: str = SIZES,
-        **changes: Any,
-    ) -> None:
-        """Without a `client` with connections of its own, as an engine opens them."""
-        self.master = master
-        self.name = f"run-{next(_runs)}"
-        self.uri = f"mooncake://{master.address}/{self.name}?{options}"
-        sides: tuple[StoreCommitter, StoreWriter]
-        if client is None:
-            sides = (open_store_committer(self.uri), open_store_writer(self.uri))
-        else:
-            shared: Any = Shared(client)
-            sides = (
-                MooncakeStoreCommitter(shared, self.name, 0.5),
-                MooncakeStoreWriter(shared, self.name, 0.5),
-            )
-        self.engine = Engine(sides, run=self.name, **changes)
-
-    def dataset(self, verify: bool = True) -> HiddenStatesDataset:
-        return stagetap.open_dataset(self.uri, verify=verify)
-
-    def keys(self) -> list[str]:
-        return samples_in(self.master, self.name)
 
 
 @pytest.fixture
-def run(master: Master, writer: MooncakeClient) -> Iterator[Run]:
-    run = Run(master, writer)
+def clients(writer: MooncakeClient, reader: MooncakeClient) -> Clients:
+    """What runs share."""
+    return writer, reader
+
+
+@pytest.fixture
+def run(master: Master, clients: Clients) -> Iterator[Run]:
+    run = Run(master, clients)
     yield run
     run.engine.close()
 
@@ -119,9 +49,9 @@ def run(master: Master, writer: MooncakeClient) -> Iterator[Run]:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
 @pytest.mark.parametrize("slot_bytes", [1 << 16, 1 << 10])
 def test_what_is_written_is_read_bitwise(
-    master: Master, writer: MooncakeClient, dtype: str, slot_bytes: int
+    master: Master, clients: Clients, dtype: str, slot_bytes: int
 ) -> None:
-    run = Run(master, writer, what=tapped(dtype=dtype), slot_bytes=slot_bytes)
+    run = Run(master, clients, what=tapped(dtype=dtype), slot_bytes=slot_bytes)
     for sample_id, tokens in (("a/b", 1), ("a_b", 33), ("ü" * 200, 129)):
         run.engine.export(sample_id, tokens, seed=tokens)
     dataset = run.dataset()
@@ -230,8 +160,8 @@ def test_deletion_honours_leases_and_twice_is_no_error(run: Run) -> None:
     assert dataset.refresh() == 1
 
 
-def test_deletion_can_be_forced(master: Master, writer: MooncakeClient) -> None:
-    run = Run(master, writer, f"{SIZES}&force_remove=on")
+def test_deletion_can_be_forced(master: Master, clients: Clients) -> None:
+    run = Run(master, clients, f"{SIZES}&force_remove=on")
     run.engine.export("s")
     dataset = run.dataset()
     dataset["s"].verify()
@@ -320,7 +250,7 @@ def test_a_dead_fragment_is_discarded(run: Run) -> None:
 def test_a_dataset_works_in_data_loader_workers(run: Run) -> None:
     for number in range(6):
         run.engine.export(f"s{number}", seed=number)
-    dataset = run.dataset()
+    dataset = stagetap.open_dataset(run.uri, verify=True)
     copy = pickle.loads(pickle.dumps(dataset))
     assert copy.sample_ids == dataset.sample_ids
     rows = list(loader(dataset, "spawn"))
@@ -348,8 +278,6 @@ def _numbers(sample: stagetap.Sample) -> torch.Tensor:
 def test_buffers_are_used_again(run: Run) -> None:
     for number in range(30):
         run.engine.export(f"s{number}", tokens=500, seed=number)
-    reader = open_store_reader(run.uri)
-    assert isinstance(reader, MooncakeStoreReader)
     with stagetap.consume(run.uri, limit=30, prefetch=2) as stream:
         for number, sample in enumerate(stream):
             assert torch.equal(sample.layer(4), states(4, 500, number).bfloat16())

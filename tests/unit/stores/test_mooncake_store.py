@@ -389,6 +389,43 @@ def test_a_damaged_page_hides_no_other(master: Master) -> None:
     assert [entry.sample_id for entry in reader.poll()[0]] == ["s0", "s2"]
 
 
+def torn(objects: MemoryObjects, key: str, other: str) -> None:
+    """Let the next read of `key` meet its removal: it brings what is stored in its place."""
+    get = objects.get
+
+    def get_other(asked: str) -> bytes | None:
+        if asked != key:
+            return get(asked)
+        objects.get = get  # type: ignore[method-assign]
+        objects.master.objects.pop(key)
+        return get(other)
+
+    objects.get = get_other  # type: ignore[method-assign]
+
+
+def test_what_is_read_while_it_is_removed_is_not_believed(master: Master) -> None:
+    engine = make_engine(master)
+    made = [engine.export(name) for name in ("a", "b", "c")]
+    dataset = dataset_of(master)
+    objects = dataset._reader.connection.objects  # type: ignore[attr-defined]
+    objects.exist = lambda keys: [key in master.objects for key in keys]
+    commits = [sample_commit_key(RUN, name) for name in ("a", "b", "c")]
+    torn(objects, commits[0], commits[1])
+    with pytest.raises(SampleNotFound):
+        dataset["a"]
+    unverified = HiddenStatesDataset(dataset._reader, dataset._order)
+    torn(objects, made[1].fragments[0].path, made[2].fragments[0].path)
+    with pytest.raises(MissingFragment, match="stage 0"):
+        unverified["b"]
+    late = reader_of(master)
+    late_objects = late.connection.objects
+    assert isinstance(late_objects, MemoryObjects)
+    late_objects.exist = objects.exist  # type: ignore[method-assign]
+    pages = sorted(key for key in master.objects if "/index/" in key and "mark" not in key)
+    torn(late_objects, pages[1], pages[2])
+    assert [entry.sample_id for entry in late.poll()[0]] == ["a", "c"]
+
+
 def test_an_attempt_of_another_place_is_refused(master: Master) -> None:
     engine = make_engine(master)
     made = engine.publish(engine.ref("s"), 3)
