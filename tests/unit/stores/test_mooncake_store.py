@@ -26,7 +26,7 @@ from stagetap.reader.order import CommitOrder
 from stagetap.stores.base import SampleRef
 from stagetap.stores.mooncake_buffers import BufferPool
 from stagetap.stores.mooncake_committer import MooncakeStoreCommitter
-from stagetap.stores.mooncake_layout import MARK_EVERY, PAGE_WINDOW
+from stagetap.stores.mooncake_layout import MARK_EVERY, PAGE_WINDOW, sample_commit_key
 from stagetap.stores.mooncake_objects import StoreFull
 from stagetap.stores.mooncake_reader import MooncakeStoreReader
 from stagetap.stores.mooncake_writer import MooncakeStoreWriter
