@@ -198,7 +198,7 @@ def test_another_protocol_is_refused(own_master: Master, connect: OpenClient) ->
     assert first.get(PROTOCOL_KEY) == b"tcp"
     first.remove([PROTOCOL_KEY], force=True)
     first.put(PROTOCOL_KEY, b"rdma")
-    for role in ("writer", "committer", "reader"):
+    for role in ("writer", "reader"):
         with pytest.raises(Refused, match="others use protocol=rdma and this address says"):
             connect(own_master, role)
 
