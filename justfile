@@ -36,7 +36,7 @@ test-engine *args: setup
 
 # The stores, with a real mooncake_master.
 test-stores *args: setup
-    @'{{ bin }}/python' -m pytest tests/stores -m "not engine and not full and not gpu" {{ args }}
+    @'{{ bin }}/python' -m pytest tests/stores -m "not engine and not gpu" {{ args }}
 
 # Tests that need an accelerator.
 test-gpu *args: setup
