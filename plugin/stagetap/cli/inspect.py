@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Annotated, Any
+from collections import Counter, deque
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Column, Table
@@ -12,16 +13,24 @@ from stagetap.cli.arguments import JsonOption
 from stagetap.cli.output import human_bytes, print_json, results, table
 from stagetap.errors import AmbiguousSample, Refused, SampleNotFound
 
+if TYPE_CHECKING:
+    from stagetap.stores.base import CommitEntry
+
+RECENT = 5
+"""How many of the last commits are named."""
+
 
 def inspect_command(
-    uri: Annotated[str, typer.Argument(help="The dataset: a directory or file:///directory.")],
+    uri: Annotated[
+        str, typer.Argument(help="A directory, file:///directory or mooncake://MASTER:PORT/RUN.")
+    ],
     sample: Annotated[str | None, typer.Argument(help="One sample, by its id.")] = None,
     run: Annotated[str | None, typer.Option("--run", help="This run alone.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show model, taps, runs, stages, samples and sizes; or the fragments of one sample.
 
-    Reads manifests only. `verify` looks at the data.
+    Reads manifests only, also while a run is written or consumed. `verify` looks at the data.
     """
     if sample is None:
         document = _dataset(uri, run)
@@ -45,11 +54,16 @@ def _dataset(uri: str, run: str | None) -> dict[str, Any]:
     runs: dict[str, dict[str, Any]] = {}
     stages: dict[tuple[str, int, tuple[int, ...]], Counter[str]] = {}
     known: set[str] = set()
+    recent: deque[CommitEntry] = deque(maxlen=RECENT)
     for entry in live_commits(reader):
         known.add(entry.run_id)
         if run not in (None, entry.run_id):
             continue
-        manifest = reader.manifest(entry)
+        try:
+            manifest = reader.manifest(entry)
+        except SampleNotFound:
+            continue  # consumed since
+        recent.append(entry)
         tapped = manifest.tapped
         found = runs.setdefault(
             manifest.run_id,
@@ -83,6 +97,14 @@ def _dataset(uri: str, run: str | None) -> dict[str, Any]:
         "uri": uri,
         **asdict(reader.invariant),
         **{key: sum(each[key] for each in runs.values()) for key in ("samples", "tokens", "bytes")},
+        "recent": [
+            {
+                "run_id": entry.run_id,
+                "sample_id": entry.sample_id,
+                "committed_at": _moment(entry.committed_at_ns),
+            }
+            for entry in reversed(recent)
+        ],
         "runs": list(runs.values()),
         "stages": [
             {"run_id": run_id, "stage": stage, "layers": list(ids), **counted}
@@ -156,6 +178,14 @@ def _show_dataset(document: dict[str, Any]) -> None:
             human_bytes(stage["bytes"]),
         )
     console.print(stages)
+    recent = table("last commits", "run", "at")
+    for entry in document["recent"]:
+        recent.add_row(entry["sample_id"], entry["run_id"], entry["committed_at"][:19])
+    console.print(recent)
+
+
+def _moment(time_ns: int) -> str:
+    return datetime.fromtimestamp(time_ns / 1e9, UTC).isoformat(timespec="milliseconds")
 
 
 def _show_sample(document: dict[str, Any]) -> None:

@@ -41,6 +41,7 @@ def test_inspect_adds_up(stagetap: Command, dataset: Path) -> None:
     assert runs["run-1"]["layouts"] == ["PP=2 TP=1"]
     assert runs["run-1"]["tokens"] == 40
     assert runs["run-2"]["samples"] == 1
+    assert [each["run_id"] for each in found["recent"]] == ["run-2", "run-1", "run-1"]
     stages = {(stage["run_id"], stage["stage"]): stage for stage in found["stages"]}
     assert stages["run-1", 0]["layers"] == [0, 2]
     assert stages["run-1", 1]["bytes"] == 40 * 2 * row_bytes
