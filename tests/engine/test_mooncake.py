@@ -1,0 +1,82 @@
+"""From an engine on two stages to a trainer in another process, through memory alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine.conftest import LENGTHS
+from engine.harness import Arm, random_prompts
+from mooncake_run import samples_in
+from stagetap import open_dataset
+from stagetap.engine.scheduler_side import SchedulerSide
+from stagetap.errors import Refused
+from stagetap.stores.mooncake_package import load_mooncake, tell_library
+from stagetap.stores.mooncake_processes import Master
+from store_samples import tapped
+
+pytestmark = [pytest.mark.engine, pytest.mark.mooncake]
+
+LAYERS = [6, 0, 3, 2, 4]
+
+
+@pytest.fixture(scope="module")
+def master() -> Iterator[Master]:
+    tell_library(10)
+    try:
+        load_mooncake()
+    except Refused as refused:
+        pytest.skip(str(refused))
+    with Master(lease_ms=500) as master:
+        yield master
+
+
+def test_what_a_trainer_consumes_is_bitwise_what_a_directory_holds(
+    captured: Callable[..., Any], checkpoint: Callable[..., str], master: Master
+) -> None:
+    prompts = {f"n/{n}": ids for n, ids in zip(LENGTHS, random_prompts(LENGTHS), strict=True)}
+    reference = captured("llama", prompts, LAYERS, pp=2)
+    uri = f"mooncake://{master.address}/online?global_segment_size=64MiB&local_buffer_size=4MiB"
+    found = Arm(
+        "engine.mooncake_jobs:capture_and_consume",
+        {
+            "model": checkpoint("llama"),
+            "layers": LAYERS,
+            "store": uri,
+            "pp": 2,
+            "connector_options": {"slot_bytes": 64 * 1024},  # several parts for the longest
+            "engine_args": {"skip_tokenizer_init": True},
+        },
+        {"prompts": prompts, "uri": uri, "reference": str(reference._reader._root)},
+    ).run()
+    for each in found["rounds"]:
+        assert each["errors"] == dict.fromkeys(prompts)
+        assert sorted(each["equal"]) == sorted(prompts)
+        assert each["different"] == []
+    assert list(found["first"].values()) == [None]
+    assert "is committed in run online" in next(iter(found["again"].values()))
+    # What nobody consumed went with the memory that the workers had lent.
+    assert {key.split("/")[1] for key in samples_in(master, "online")} <= {"index", "n%2F1"}
+    with pytest.raises(Refused, match="names no run"):
+        open_dataset(f"mooncake://{master.address}")
+
+
+def test_a_sample_that_no_segment_can_ever_hold_is_told_at_the_door() -> None:
+    """Beyond 64 MiB of rows for two workers that lend 32 MiB each."""
+    side: Any = SimpleNamespace(
+        _config=SimpleNamespace(parallel_config=SimpleNamespace(world_size=2)),
+        _options=SimpleNamespace(store="mooncake://h:1/r?global_segment_size=32MiB"),
+        _tapped=tapped(),
+    )
+    row_bytes = 4 * 16 * 2 + 8
+    most = 64 * 1024 * 1024 // row_bytes
+    assert SchedulerSide._too_large(side, most) is None
+    said = SchedulerSide._too_large(side, most + 1)
+    assert said is not None
+    assert "global_segment_size" in said
+    for store in ("/directory", "mooncake://h:1/r?global_segment_size=0"):
+        side._options = SimpleNamespace(store=store)
+        assert SchedulerSide._too_large(side, 10**9) is None
