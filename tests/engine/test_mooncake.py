@@ -18,7 +18,7 @@ from stagetap.stores.mooncake_package import load_mooncake, tell_library
 from stagetap.stores.mooncake_processes import Master
 from store_samples import tapped
 
-pytestmark = [pytest.mark.engine, pytest.mark.mooncake]
+pytestmark = [pytest.mark.engine, pytest.mark.mooncake, pytest.mark.full]
 
 LAYERS = [6, 0, 3, 2, 4]
 

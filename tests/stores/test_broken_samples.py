@@ -27,7 +27,7 @@ from stagetap.manifest import Manifest, token_digest
 from stagetap.stores.file_log import decode_line, encode_line
 from store_samples import RUN, Engine, tapped
 
-READER = ("HiddenStatesDataset", "Sample", "open_dataset")
+READER = ("HiddenStatesDataset", "OnlineStream", "Sample", "consume", "open_dataset")
 
 
 @pytest.fixture
