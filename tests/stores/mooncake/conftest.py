@@ -20,7 +20,7 @@ SMALL = "global_segment_size=32MiB&local_buffer_size=4MiB"
 LEASE_MS = 500
 
 # How long Mooncake itself waits for a master; tests wait for that more than once.
-_RPC_SECONDS = 1.0
+_RPC_SECONDS = 2.0
 
 
 @pytest.hookimpl(tryfirst=True)
