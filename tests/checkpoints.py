@@ -37,7 +37,7 @@ IMAGE_TOKENS = {
     "vision_end_token_id": 503,
 }
 
-GAIN = 1.5
+GAIN = 1.2
 """Weights have a standard deviation of this over the square root of what they sum up."""
 
 SPREAD = 0.2

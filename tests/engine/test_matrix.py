@@ -24,7 +24,7 @@ OVERCHARGE = 0.05
 
 
 def _parameter(row: Row) -> object:
-    in_ci = row.model in CI and row == Row(row.model, hf_bound=row.hf_bound, note=row.note)
+    in_ci = row.model in CI and row == Row(row.model, note=row.note)
     return pytest.param(row, id=row.name, marks=[] if in_ci else pytest.mark.full)
 
 

@@ -14,6 +14,7 @@ from matrix.compared import SHOWN_FINDINGS, findings, numbers_only, relative_err
 from matrix.records import Record
 from matrix.rows import Row
 from matrix.subjects import Subject, make_subject
+from matrix.truth import ROUNDING
 from stagetap import open_dataset
 from stagetap.engine.environment import is_cpu_build
 from stagetap.engine.series import check_series
@@ -49,7 +50,7 @@ class Runner:
         self._notify = notify
         self._references: dict[str, Path | StageTapError] = {}
         self._subject = cache(lambda name: make_subject(name, folder))
-        self._truth = cache(lambda name: self._subject(name).truth())
+        self._truth = cache(lambda name, dtype: self._subject(name).truth(dtype))
 
     def run(self, row: Row) -> Outcome:
         """Run one row; what goes wrong with it is its own failure."""
@@ -81,9 +82,11 @@ class Runner:
         relative = relative_error(reference, candidate)
         if not comparison.bitwise and (row.bound is None or not relative <= row.bound):
             raise Failed(f"relative error {relative:.3g}: {findings(comparison)}")
-        hf_error, wrong = self._truth(row.model).error(candidate)
-        if not hf_error <= row.hf_bound:
-            wrong.append(f"{hf_error:.3g} from the Hugging Face forward, over {row.hf_bound:g}")
+        truth = self._truth(row.model, row.dtype)
+        hf_bound = ROUNDING * truth.rounding if row.hf_bound is None else row.hf_bound
+        hf_error, wrong = truth.error(candidate)
+        if not hf_error <= hf_bound:
+            wrong.append(f"{hf_error:.3g} from the Hugging Face forward, over {hf_bound:.3g}")
         if wrong:
             raise Failed("; ".join(wrong[:SHOWN_FINDINGS]))
         return {
@@ -92,7 +95,7 @@ class Runner:
             "relative": relative,
             "bound": row.bound,
             "hf_error": hf_error,
-            "hf_bound": row.hf_bound,
+            "hf_bound": hf_bound,
             "note": row.note,
         }
 

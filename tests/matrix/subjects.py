@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from checkpoints import tiny_checkpoint
 from hugging_face import text_inputs
 from matrix.arms import MatrixArm, PictureArm
@@ -52,9 +54,9 @@ class Subject:
             shims=model.shims,
         )
 
-    def truth(self) -> Truth:
+    def truth(self, dtype: str) -> Truth:
         """The Hugging Face forward of all prompts."""
-        return Truth.of(self.checkpoint, self.inputs)
+        return Truth.of(self.checkpoint, getattr(torch, dtype), self.inputs)
 
 
 def make_subject(name: str, folder: Path) -> Subject:

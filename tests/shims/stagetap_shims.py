@@ -8,6 +8,7 @@ captures, and each says why it is needed.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 SHIMS_ENV = "STAGETAP_SHIMS"
 
@@ -32,7 +33,25 @@ def _native_position_interpolation() -> None:
     qwen3_vl.HAS_TRITON = False
 
 
+def _native_rotation_of_heads() -> None:
+    """MLA rotates queries ``[T, heads, D]``, which vLLM's kernel for CPUs takes for other shapes.
+
+    Every head but the first of the first token gets another token's position; the native form of
+    the same rotation is right.
+    """
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    kernel = RotaryEmbedding.forward_cpu
+
+    def forward_cpu(self: Any, positions: Any, query: Any, key: Any = None) -> Any:
+        form = self.forward_native if query.dim() == 3 else kernel.__get__(self)
+        return form(positions, query, key)
+
+    RotaryEmbedding.forward_cpu = forward_cpu
+
+
 _SHIMS = {
+    "native-rotation-of-heads": _native_rotation_of_heads,
     "still-images": _still_images,
     "native-position-interpolation": _native_position_interpolation,
 }

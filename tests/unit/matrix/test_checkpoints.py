@@ -57,7 +57,8 @@ def test_a_truth_knows_its_own_layer(tmp_path: Path) -> None:
             self.layer_ids = range(len(layers))
 
     checkpoint = tiny_checkpoint("granite", tmp_path)
-    truth = Truth.of(checkpoint, {"a": text_inputs(IDS)})
+    truth = Truth.of(checkpoint, torch.bfloat16, {"a": text_inputs(IDS)})
+    assert 0.001 < truth.rounding < 0.05
     exact = [each.to(torch.bfloat16) for each in truth.streams["a"]]
     error, wrong = truth.error({"a": Sample(exact)})
     assert error < 0.005
