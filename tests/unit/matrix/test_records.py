@@ -52,7 +52,9 @@ def test_the_records_are_of_the_table_in_its_order() -> None:
             assert row.refusal in each.note, each
         else:
             assert each.hf_error is not None, each
-            assert each.hf_error <= row.hf_bound, each
+            assert each.hf_bound is not None, each
+            assert each.hf_error <= each.hf_bound, each
+            assert row.hf_bound in {None, each.hf_bound}, each
         if each.verdict == "bounded":
             assert each.relative is not None, each
             assert row.bound is not None, each
