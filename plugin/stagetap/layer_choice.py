@@ -24,13 +24,13 @@ named by their configuration.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stagetap.config_file import read_config_file
 from stagetap.errors import Refused
 from stagetap.taps import parse_layer_ids, validate_layer_ids
 
@@ -252,13 +252,9 @@ def _from_draft(choice: str, num_hidden_layers: int) -> tuple[int, ...]:
     path = Path(_without_last(choice)).expanduser()
     file = path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise Refused(
-            f"layers: {file} cannot be read as a draft's config.json ({error}); {_CHOICES}"
-        ) from None
-    if not isinstance(config, dict):
-        raise Refused(f"layers: {file} holds no JSON object; name a draft's config.json")
+        config = read_config_file(file)
+    except Refused as error:
+        raise Refused(f"layers: {error}; {_CHOICES}") from None
     ids = draft_layer_ids(config, str(file))
     _check_target(config, ids, num_hidden_layers, str(file))
     if _without_last(choice) != choice:

@@ -33,9 +33,6 @@ class MatrixArm(Arm):
         environment[BINDING_ENV] = cores_by_rank(ranks, cores)
         environment["STAGETAP_SHIMS"] = ",".join(self.shims)
         environment["PYTHONPATH"] = os.pathsep.join([str(TESTS / "shims"), str(TESTS)])
-        if ranks == 1:
-            # One stage needs no second process, which halves the time of its start.
-            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         return environment
 
 

@@ -98,7 +98,7 @@ def test_what_needs_a_model() -> None:
         ("dspark:0", "dspark:0 needs the number of layers"),
         ("dspark:five", "dspark:five needs the number of layers"),
         ("dspark:28", "dspark:28 would tap"),
-        ("./nowhere", "nowhere cannot be read as a draft's config.json"),
+        ("./nowhere", "nowhere cannot be read"),
         (True, "must be a list"),
         (b"last", "must be a list"),
         (["last"], "'last' is not a layer id"),

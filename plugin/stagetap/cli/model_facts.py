@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stagetap.config_file import read_config_file
 from stagetap.errors import Refused
 from stagetap.manifest import DTYPE_ITEMSIZE
 
@@ -76,23 +76,6 @@ def read_config(model: str) -> dict[str, Any] | None:
     """
     file = _config_file(model)
     return None if file is None else read_config_file(file)
-
-
-def read_config_file(file: Path) -> dict[str, Any]:
-    """What a ``config.json`` holds.
-
-    Raises:
-        Refused: it cannot be read, or is no JSON object.
-    """
-    try:
-        document = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise Refused(
-            f"{file} cannot be read ({error}); give a checkpoint in Hugging Face layout"
-        ) from None
-    if not isinstance(document, dict):
-        raise Refused(f"{file} holds no JSON object; give a config.json as released")
-    return document
 
 
 def _config_file(model: str) -> Path | None:

@@ -111,7 +111,8 @@ def plan_command(
 
 
 def _configuration(model: str) -> dict[str, Any]:
-    from stagetap.cli.model_facts import read_config, read_config_file
+    from stagetap.cli.model_facts import read_config
+    from stagetap.config_file import read_config_file
 
     if (file := Path(model)).is_file():
         return read_config_file(file)

@@ -7,8 +7,8 @@ import tempfile
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from stagetap.engine.environment import engine_environment, is_cpu_build
-from stagetap.engine.session import refusals_of_workers
+from stagetap.engine.environment import engine_environment
+from stagetap.engine.session import engine_arguments, refusals_of_workers
 
 if TYPE_CHECKING:
     from stagetap.engine.capture.self_check import Verdict
@@ -41,17 +41,8 @@ def rehearse(
         StageTapError: vLLM did not get so far.
     """
     os.environ.update(engine_environment(pp, tp))
-    arguments: dict[str, Any] = {
-        "model": model,
-        "pipeline_parallel_size": pp,
-        "tensor_parallel_size": tp,
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "enforce_eager": True,
-        **(engine_args or {}),
-    }
-    if is_cpu_build() and pp * tp > 1:
-        arguments.setdefault("distributed_executor_backend", "mp")
+    without = {"load_format": "dummy", "skip_tokenizer_init": True}
+    arguments = engine_arguments(model, pp, tp, **{**without, **(engine_args or {})})
     with tempfile.TemporaryDirectory(prefix="stagetap-") as store, refusals_of_workers():
         workers = _start_workers(arguments, layers, store)
         try:

@@ -95,16 +95,7 @@ class CaptureSession:
         os.environ.update(environment)
         self._include_output = include_output
         options = {**(connector_options or {}), **({"run_id": run_id} if run_id else {})}
-        arguments: dict[str, Any] = {
-            "model": model,
-            "pipeline_parallel_size": pp,
-            "tensor_parallel_size": tp,
-            "max_model_len": max_len,
-            "enforce_eager": True,
-            **(engine_args or {}),
-        }
-        if is_cpu_build() and pp * tp > 1:
-            arguments.setdefault("distributed_executor_backend", "mp")
+        arguments = engine_arguments(model, pp, tp, max_model_len=max_len, **(engine_args or {}))
         with refusals_of_workers():
             self._engine = _start(arguments, layers, store, options)
         self._closing = threading.Event()
@@ -196,6 +187,19 @@ class CaptureSession:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def engine_arguments(model: str, pp: int, tp: int, **further: Any) -> dict[str, Any]:
+    """Arguments of vLLM's ``EngineArgs`` for so many stages and ranks; ``further`` ones win."""
+    arguments = {
+        "model": model,
+        "pipeline_parallel_size": pp,
+        "tensor_parallel_size": tp,
+        "enforce_eager": True,
+    }
+    if is_cpu_build() and pp * tp > 1:
+        arguments["distributed_executor_backend"] = "mp"
+    return arguments | further
 
 
 @contextmanager

@@ -4,8 +4,8 @@ import os
 
 import msgspec
 
-from stagetap.errors import ForeignStore, Refused, UnknownVersion
-from stagetap.stores.base import STORE_VERSION, Invariant
+from stagetap.errors import ForeignStore, Refused
+from stagetap.stores.base import Invariant
 from stagetap.stores.file_io import (
     SCRATCH_PREFIX,
     fsync_directory,
@@ -16,12 +16,7 @@ from stagetap.stores.file_io import (
     write_scratch,
 )
 from stagetap.stores.file_layout import COMMITS, DELETES, INVARIANT_NAME, NONCES
-from stagetap.stores.kind import difference
-
-
-class _Head(msgspec.Struct):
-    store_version: int
-
+from stagetap.stores.kind import decode_invariant, difference
 
 # A fresh file system brings the first one along; the others a start that was killed leaves behind.
 _HARMLESS = frozenset({"lost+found", COMMITS, DELETES, NONCES})
@@ -40,20 +35,7 @@ def read_invariant(root: str) -> Invariant:
                 "that a capture wrote to",
                 path=root,
             ) from error
-    try:
-        head = msgspec.json.decode(text, type=_Head)
-        if head.store_version != STORE_VERSION:
-            raise UnknownVersion(
-                f"{path}: store_version is {head.store_version}, this StageTap reads "
-                f"{STORE_VERSION}: use the version that wrote it"
-            )
-        return msgspec.json.decode(text, type=Invariant)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise ForeignStore(
-            f"{path} was not written by StageTap or is damaged ({error}): restore it or give "
-            "another directory",
-            path=path,
-        ) from error
+    return decode_invariant(text, path, "restore it or give another directory")
 
 
 def is_claimed(root: str) -> bool:

@@ -1,7 +1,40 @@
 """What kind of data a store or a sample holds, and whether two kinds are the same. Pure."""
 
+import msgspec
+
+from stagetap.errors import ForeignStore, UnknownVersion
 from stagetap.manifest import Manifest
-from stagetap.stores.base import Invariant
+from stagetap.stores.base import STORE_VERSION, Invariant
+
+
+class _Head(msgspec.Struct):
+    store_version: int
+
+
+def decode_invariant(document: bytes, where: str, cure: str) -> Invariant:
+    """What a store says that it holds.
+
+    Args:
+        document: the JSON that stands there.
+        where: names it in messages.
+        cure: what to do when it is not ours.
+
+    Raises:
+        UnknownVersion: another version of StageTap wrote it.
+        ForeignStore: it is nothing that StageTap writes.
+    """
+    try:
+        head = msgspec.json.decode(document, type=_Head)
+        if head.store_version != STORE_VERSION:
+            raise UnknownVersion(
+                f"{where}: store_version is {head.store_version}, this StageTap reads "
+                f"{STORE_VERSION}: use the version that wrote it"
+            )
+        return msgspec.json.decode(document, type=Invariant)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise ForeignStore(
+            f"{where} was not written by StageTap or is damaged ({error}): {cure}", path=where
+        ) from error
 
 
 def kind_of(manifest: Manifest) -> Invariant:

@@ -47,7 +47,7 @@ from stagetap.stores.mooncake_records import (
     Page,
     WriterRecord,
     decode_commit,
-    decode_invariant,
+    decode_run,
     encode_commit,
     encode_record,
 )
@@ -76,7 +76,7 @@ class MooncakeStoreCommitter:
         """Claim the run for this kind of data. Raises Refused, UnknownVersion or StoreError."""
         key = invariant_key(self._run_id)
         stored = create(self._objects, key, encode_record(key, invariant), self._room_timeout_s)
-        found = difference(decode_invariant(key, stored), invariant)
+        found = difference(decode_run(key, stored), invariant)
         if found is not None:
             field, ours, theirs = found
             raise Refused(

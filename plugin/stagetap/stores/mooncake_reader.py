@@ -41,8 +41,8 @@ from stagetap.stores.mooncake_records import (
     Commit,
     ErrorRecord,
     decode_commit,
-    decode_invariant,
     decode_record,
+    decode_run,
 )
 from stagetap.stores.mooncake_removal import Doomed, Remover
 
@@ -257,7 +257,7 @@ class MooncakeStoreReader:
                 "the run that it writes",
                 path=key,
             )
-        return decode_invariant(key, data)
+        return decode_run(key, data)
 
     def _entry(self, found: FoundPage) -> CommitEntry:
         return CommitEntry(

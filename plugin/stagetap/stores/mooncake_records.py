@@ -10,9 +10,10 @@ from typing import Literal, TypeVar
 import msgspec
 import xxhash
 
-from stagetap.errors import CorruptLog, ForeignStore, UnknownVersion
+from stagetap.errors import CorruptLog
 from stagetap.manifest import Manifest, decode, encode
-from stagetap.stores.base import STORE_VERSION, Invariant
+from stagetap.stores.base import Invariant
+from stagetap.stores.kind import decode_invariant
 
 Record = TypeVar("Record", bound=msgspec.Struct)
 
@@ -69,10 +70,6 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     writer: str
     seq: int
     manifest: Manifest
-
-
-class _Head(msgspec.Struct):
-    store_version: int
 
 
 def seal(key: str, document: bytes) -> bytes:
@@ -136,18 +133,6 @@ def decode_commit(key: str, data: bytes) -> Commit:
     )
 
 
-def decode_invariant(key: str, data: bytes) -> Invariant:
+def decode_run(key: str, data: bytes) -> Invariant:
     """What a run holds. Raises UnknownVersion, ForeignStore or CorruptLog."""
-    document = unseal(key, data)
-    try:
-        head = msgspec.json.decode(document, type=_Head)
-        if head.store_version != STORE_VERSION:
-            raise UnknownVersion(
-                f"{key}: store_version is {head.store_version}, this StageTap reads "
-                f"{STORE_VERSION}: use the version that wrote it"
-            )
-        return msgspec.json.decode(document, type=Invariant)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise ForeignStore(
-            f"{key} was not written by StageTap ({error}): give another run", path=key
-        ) from error
+    return decode_invariant(unseal(key, data), key, "give another run")
