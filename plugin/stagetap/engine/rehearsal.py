@@ -42,7 +42,7 @@ def rehearse(
     """
     os.environ.update(engine_environment(pp, tp))
     without = {"load_format": "dummy", "skip_tokenizer_init": True}
-    arguments = engine_arguments(model, pp, tp, **{**without, **(engine_args or {})})
+    arguments = engine_arguments(model, pp, tp, {**without, **(engine_args or {})})
     with tempfile.TemporaryDirectory(prefix="stagetap-") as store, refusals_of_workers():
         workers = _start_workers(arguments, layers, store)
         try:

@@ -7,7 +7,7 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,7 +95,9 @@ class CaptureSession:
         os.environ.update(environment)
         self._include_output = include_output
         options = {**(connector_options or {}), **({"run_id": run_id} if run_id else {})}
-        arguments = engine_arguments(model, pp, tp, max_model_len=max_len, **(engine_args or {}))
+        arguments = engine_arguments(
+            model, pp, tp, {"max_model_len": max_len, **(engine_args or {})}
+        )
         with refusals_of_workers():
             self._engine = _start(arguments, layers, store, options)
         self._closing = threading.Event()
@@ -189,7 +191,7 @@ class CaptureSession:
         self.close()
 
 
-def engine_arguments(model: str, pp: int, tp: int, **further: Any) -> dict[str, Any]:
+def engine_arguments(model: str, pp: int, tp: int, further: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of vLLM's ``EngineArgs`` for so many stages and ranks; ``further`` ones win."""
     arguments = {
         "model": model,
@@ -199,7 +201,7 @@ def engine_arguments(model: str, pp: int, tp: int, **further: Any) -> dict[str, 
     }
     if is_cpu_build() and pp * tp > 1:
         arguments["distributed_executor_backend"] = "mp"
-    return arguments | further
+    return {**arguments, **further}
 
 
 @contextmanager
