@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from vllm.model_executor.models.interfaces import EagleModelMixin
 
 from checkpoints import tiny_checkpoint
 from engine.harness import Arm
@@ -171,6 +172,32 @@ def test_a_stream_that_proves_nothing_is_refused(
         check_of(model).choose([2])
     assert str(refused.value).startswith("ToyModel, stage 0, tap 2: ")
     assert message in str(refused.value)
+
+
+class ShardingDecoder(ToyDecoder, EagleModelMixin):
+    """Its layer 2 hands its own tap code half of the tokens, as sequence parallelism does."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden, residual = self.embed(input_ids), None
+        for number, layer in enumerate(self.layers):
+            hidden, residual = layer(None, hidden, residual)
+            own = TOKENS // 2 if number == 2 else TOKENS
+            self._maybe_add_hidden_state([], number + 1, hidden[:own], residual[:own])
+        return self.norm(hidden + residual)
+
+
+def test_shards_of_a_sequence_are_refused() -> None:
+    model = ToyModel()
+    model.model = ShardingDecoder()
+    assert described(check_of(model).choose([1, 2, 4]))[1] == (
+        "hidden_states + residual into model.layers.2"
+    )
+    with pytest.raises(Refused) as refused:
+        check_of(model).choose([2, 3])
+    assert str(refused.value).startswith(
+        "ToyModel, stage 0, tap 3: it has 3 rows in a step of another number of tokens; shards of "
+        "a sequence"
+    )
 
 
 def test_layers_that_do_nothing_cannot_be_told_apart() -> None:
