@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -280,18 +281,33 @@ def refused_configurations(cases: list[dict[str, Any]]) -> list[str | None]:
     return refusals
 
 
-def parsed_config(path: str) -> dict[str, Any]:
-    """What vLLM's own parser and our flags make of a file for ``vllm serve --config``."""
-    from vllm import AsyncEngineArgs
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+def serve_files(folder: str, wrong: dict[str, str]) -> dict[str, Any]:
+    """What vLLM's own parser and our flags make of each file for ``vllm serve --config``.
 
-    os.chdir(Path(path).parents[2])  # its paths are those of the repository
-    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(["serve", "--config", path])
-    engine = AsyncEngineArgs.from_cli_args(arguments)
-    transfer = engine.kv_transfer_config
-    return {
-        "connector": transfer.kv_connector,
-        "options": transfer.kv_connector_extra_config,
-        "stages": engine.pipeline_parallel_size,
-    }
+    Also the refusal of each text of ``wrong``, by its name.
+    """
+    from stagetap.cli.doctor_config import Expectations, check_config
+    from stagetap.engine.serve_file import read_serve_file
+    from stagetap.errors import Refused
+
+    os.chdir(Path(folder).parents[1])  # their paths are those of the repository
+    parsed = {}
+    for file in sorted(Path(folder).glob("*.yaml")):
+        engine = read_serve_file(file)
+        transfer = engine.kv_transfer_config
+        parsed[file.name] = {
+            "connector": transfer.kv_connector,
+            "options": transfer.kv_connector_extra_config,
+            "stages": engine.pipeline_parallel_size,
+            "hosts": engine.nnodes,
+        }
+    refused = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        file = Path(temporary, "serve.yaml")
+        for name, text in wrong.items():
+            file.write_text(f"model: .cache/models/smollm2\n{text}")
+            try:
+                list(check_config(file, Expectations()))
+            except Refused as error:
+                refused[name] = str(error)
+    return {"parsed": parsed, "refused": refused}

@@ -211,12 +211,3 @@ def test_stagetap_serve_exits_as_its_other_refusals_do(
     (line,) = refusals(child.stderr)
     assert "--enable-lora" in line
     assert "Traceback" not in child.stderr
-
-
-def test_the_shipped_config_means_what_it_says() -> None:
-    path = Path(__file__).parents[2] / "configs" / "serve" / "two_stages.yaml"
-    assert Arm("engine.jobs:parsed_config", None, {"path": str(path)}).run() == {
-        "connector": "StageTapConnector",
-        "options": {"layers": [2, 15, 27, 30], "store": "dataset"},
-        "stages": 2,
-    }

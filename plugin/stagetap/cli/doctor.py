@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
@@ -16,6 +16,7 @@ import typer
 from stagetap.cli.arguments import EngineArgOption, JsonOption, TpOption, engine_arguments
 from stagetap.cli.output import activity, print_json, results, stdout_kept_clean, table
 from stagetap.errors import Refused, StageTapError
+from stagetap.findings import Finding
 from stagetap.layer_choice import HELP
 
 if TYPE_CHECKING:
@@ -25,20 +26,6 @@ if TYPE_CHECKING:
 
 PLUGIN_GROUP = "vllm.general_plugins"
 PLUGIN_NAME = "stagetap"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One check. ``cure`` is None when nothing is wrong."""
-
-    check: str
-    found: str
-    cure: str | None = None
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing is wrong."""
-        return self.cure is None
 
 
 def doctor_command(
@@ -60,19 +47,63 @@ def doctor_command(
         str | None, typer.Option("--layers", help=f"{HELP} Default: every id of the model.")
     ] = None,
     engine_arg: EngineArgOption = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            help="Check the settings of this file for `vllm serve --config` against each other.",
+        ),
+    ] = None,
+    draft: Annotated[
+        Path | None,
+        typer.Option("--draft", help="With --config: the config.json of the draft to be trained."),
+    ] = None,
+    lent: Annotated[
+        str | None,
+        typer.Option("--lent", metavar="SIZE", help="With --config: what `store up --lend` lends."),
+    ] = None,
+    lease: Annotated[
+        str | None,
+        typer.Option("--lease", metavar="TIME", help="With --config: the master's; default: 10s."),
+    ] = None,
+    consume_time: Annotated[
+        str | None,
+        typer.Option(
+            "--consume-time",
+            metavar="TIME",
+            help="With --config: from a sample's commit to its removal, at the worst.",
+        ),
+    ] = None,
+    tokens_in_flight: Annotated[
+        int | None,
+        typer.Option(
+            "--tokens-in-flight",
+            min=1,
+            help="With --config: captured and not yet removed, at the worst; "
+            "default: max-num-seqs times max-model-len.",
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check Python, torch, vLLM, the patch series, the plugin, the environment; and a checkpoint.
 
     Exit code 1 when something is wrong; the table says the cure.
     """
+    from stagetap.cli.doctor_config import Expectations, check_config
+
     if pp is not None and model is None:
         raise Refused("--pp says on how many stages a model is checked: name the model as well")
+    expectations = Expectations(draft, lent, lease, consume_time, tokens_in_flight)
+    if config is None and expectations != Expectations():
+        raise Refused("what is expected of a store and its consumers goes with --config FILE")
     with stdout_kept_clean() as stdout, activity() as notify:
         findings = [finding for check in CHECKS for finding in check()]
         verdicts: list[Verdict] = []
         if model is not None:
             findings += check_model(model, weights=pp is None)
+        if config is not None:
+            findings += check_config(config, expectations)
         if model is not None and pp is not None and all(finding.ok for finding in findings):
             notify(f"self-check of {model} on {pp} stages")
             finding, verdicts = check_capture(model, pp, tp, layers, engine_arguments(engine_arg))

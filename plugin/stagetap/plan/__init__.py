@@ -11,6 +11,7 @@
 ``stages``           stages, owners, memory of one GPU of each
 ``balance``          would another partition hold more KV cache?
 ``document``         a plan as JSON
+``couplings``        settings of a server that only make sense together
 ===================  ==============================================================
 
 All pure. Shapes are those that vLLM 0.32.0 allocates; ``tests/engine/test_plan.py`` compares.

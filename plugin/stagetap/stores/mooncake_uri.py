@@ -168,6 +168,14 @@ def parse_size(text: str) -> int:
     return int(found.group(1)) * _SIZE_UNITS[unit]
 
 
+def parse_seconds(text: str) -> float:
+    """Seconds that `30`, `500ms`, `30s`, `30min` or `2h` stand for. Raises ValueError."""
+    found = _TIME.fullmatch(text)
+    if not found or found.group(2) not in _TIME_UNITS:
+        raise ValueError(f"{text!r} is no time: write seconds, or 500ms, 30s, 30min")
+    return float(found.group(1)) * _TIME_UNITS[found.group(2)]
+
+
 def _size_of(least: int) -> Callable[[str], int]:
     def read(text: str) -> int:
         size = parse_size(text)
@@ -178,15 +186,8 @@ def _size_of(least: int) -> Callable[[str], int]:
     return read
 
 
-def _seconds(text: str) -> float:
-    found = _TIME.fullmatch(text)
-    if not found or found.group(2) not in _TIME_UNITS:
-        raise ValueError(f"{text!r} is no time: write seconds, or 500ms, 30s, 30min")
-    return float(found.group(1)) * _TIME_UNITS[found.group(2)]
-
-
 def _some_seconds(text: str) -> float:
-    seconds = _seconds(text)
+    seconds = parse_seconds(text)
     if not seconds:
         raise ValueError("a timeout of nothing: give more than 0 seconds")
     return seconds
@@ -249,11 +250,11 @@ _READERS = MappingProxyType[str, Callable[[str], Any]](
         "global_segment_size": _size_of(0),
         "local_buffer_size": _size_of(_MIB),
         "hard_pin": _switch,
-        "soft_pin": _seconds,
+        "soft_pin": parse_seconds,
         "replicas": _copies,
-        "lease_wait": _seconds,
+        "lease_wait": parse_seconds,
         "force_remove": _switch,
-        "space_wait": _seconds,
+        "space_wait": parse_seconds,
         "connect_timeout": _some_seconds,
         "setup_timeout": _some_seconds,
         "put_timeout": _some_seconds,

@@ -1,0 +1,112 @@
+"""``stagetap doctor --config FILE``: are the settings of a server right for each other?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stagetap.cli.model_facts import ModelFacts, model_facts
+from stagetap.config_file import read_config_file
+from stagetap.errors import Refused
+from stagetap.findings import Finding
+from stagetap.layer_choice import choose_layers, draft_layer_ids
+from stagetap.models import resolve_model
+from stagetap.options import CONNECTOR_NAME, ConnectorOptions, connector_options
+from stagetap.plan.couplings import (
+    MASTER_LEASE_S,
+    Expected,
+    Served,
+    check_draft,
+    check_hosts,
+    check_memory,
+    check_times,
+)
+from stagetap.stores.mooncake_uri import is_mooncake, parse_seconds, parse_size, parse_uri
+
+if TYPE_CHECKING:
+    from vllm import AsyncEngineArgs
+
+
+@dataclass(frozen=True)
+class Expectations:
+    """What the options of the command say, as they stand there."""
+
+    draft: Path | None = None
+    lent: str | None = None
+    lease: str | None = None
+    consume_time: str | None = None
+    tokens_in_flight: int | None = None
+
+    def read(self) -> Expected:
+        """Sizes and times as numbers. Raises Refused, naming the option."""
+        return Expected(
+            lease_s=_number("--lease", self.lease, parse_seconds) or MASTER_LEASE_S,
+            lent_bytes=_number("--lent", self.lent, parse_size),
+            tokens_in_flight=self.tokens_in_flight,
+            consume_s=_number("--consume-time", self.consume_time, parse_seconds),
+        )
+
+
+def check_config(file: Path, expectations: Expectations) -> Iterator[Finding]:
+    """What of the file's settings does not go together.
+
+    Raises:
+        Refused: the file, the draft or an option cannot be read.
+    """
+    from stagetap.engine.serve_file import read_serve_file
+
+    expected = expectations.read()
+    arguments = read_serve_file(file)
+    facts = model_facts(resolve_model(arguments.model))
+    options = _options(file, arguments, facts)
+    served = _served(arguments, options, facts)
+    captured = ",".join(map(str, served.layer_ids))
+    yield Finding("configuration", f"{file}: {arguments.model}, layers {captured}")
+    if expectations.draft is not None:
+        yield from _check_draft(served, expectations.draft)
+    if is_mooncake(options.store):
+        store = parse_uri(options.store)
+        yield from check_hosts(served, store)
+        yield from check_memory(served, store, expected)
+        yield from check_times(served, store, expected)
+
+
+def _options(file: Path, arguments: AsyncEngineArgs, facts: ModelFacts) -> ConnectorOptions:
+    transfer = arguments.kv_transfer_config
+    if transfer is None or transfer.kv_connector != CONNECTOR_NAME:
+        raise Refused(
+            f"{file} starts a vLLM that captures nothing; say stagetap-layers and stagetap-store"
+        )
+    extra: dict[str, Any] = dict(transfer.kv_connector_extra_config)
+    if isinstance(extra.get("layers"), str):
+        extra["layers"] = choose_layers(extra["layers"], facts.num_hidden_layers)
+    return connector_options(extra)
+
+
+def _served(arguments: AsyncEngineArgs, options: ConnectorOptions, facts: ModelFacts) -> Served:
+    ids = choose_layers(list(options.layers), facts.num_hidden_layers)
+    said = arguments.max_model_len  # -1 leaves it to vLLM
+    return Served(
+        layer_ids=ids,
+        num_hidden_layers=facts.num_hidden_layers,
+        token_bytes=facts.row_bytes(len(ids), arguments.dtype),
+        max_len=said if said and said > 0 else facts.max_len,
+        max_num_seqs=arguments.max_num_seqs,
+        workers=arguments.pipeline_parallel_size * arguments.tensor_parallel_size,
+        hosts=arguments.nnodes,
+        publish_timeout_s=options.publish_timeout_s,
+    )
+
+
+def _check_draft(served: Served, draft: Path) -> Iterator[Finding]:
+    file = draft / "config.json" if draft.is_dir() else draft
+    yield from check_draft(served, draft_layer_ids(read_config_file(file), str(file)), str(file))
+
+
+def _number(option: str, text: str | None, read: Any) -> Any:
+    try:
+        return None if text is None else read(text)
+    except ValueError as error:
+        raise Refused(f"{option}: {error}") from None

@@ -1,0 +1,109 @@
+"""The files for ``vllm serve --config``: vLLM's own parser takes them, their settings agree."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.harness import Arm, clean_environment
+from stagetap.options import connector_options
+
+pytestmark = pytest.mark.engine
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "configs" / "serve"
+LAYERS = [2, 15, 27, 30]
+
+
+# name -> what such a file says of a capture, and what its refusal names.
+WRONG = {
+    "misspelt": ("stagetap-layer: '2'\n", "stagetap-layer"),
+    "id above N": ("stagetap-layers: '2,31'\nstagetap-store: x\n", "31 is above 30"),
+    "no store": ("stagetap-layers: '2'\n", "stagetap-store is missing"),
+    "ill-typed": ("stagetap-layers: '2'\nstagetap-store: x\nmax-num-seqs: few\n", "max-num-seqs"),
+    "no YAML": ("stagetap-layers: [\n", "serve.yaml is no configuration"),
+    "no capture": ("max-num-seqs: 4\n", "captures nothing"),
+}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    wrong = {name: text for name, (text, _) in WRONG.items()}
+    arguments = {"folder": str(FOLDER), "wrong": wrong}
+    return Arm("engine.jobs:serve_files", None, arguments).run()
+
+
+@pytest.fixture
+def parsed(found: dict[str, Any]) -> dict[str, Any]:
+    return found["parsed"]
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_file_that_starts_no_capture_is_refused(found: dict[str, Any], name: str) -> None:
+    assert WRONG[name][1] in found["refused"][name]
+
+
+def test_every_file_is_a_capture_on_two_stages(parsed: dict[str, Any]) -> None:
+    assert set(parsed) == {
+        "two_stages.yaml",
+        "two_hosts.yaml",
+        "mooncake.yaml",
+        "prefill_only.yaml",
+    }
+    for found in parsed.values():
+        assert found["connector"] == "StageTapConnector"
+        assert found["options"]["layers"] == LAYERS
+        assert found["stages"] == 2
+        connector_options(found["options"])
+
+
+def test_each_file_means_what_its_name_says(parsed: dict[str, Any]) -> None:
+    assert {name for name, found in parsed.items() if found["hosts"] == 2} == {"two_hosts.yaml"}
+    stores = {name: found["options"]["store"] for name, found in parsed.items()}
+    assert stores["two_stages.yaml"] == "dataset"
+    assert stores["mooncake.yaml"].startswith("mooncake://127.0.0.1:50051/run-1?")
+    assert parsed["prefill_only.yaml"]["options"]["export_default"] == "on"
+
+
+def doctor(file: Path, *options: str) -> tuple[int, dict[str, Any], str]:
+    """Exit code, findings by their name, and stderr of ``stagetap doctor --config``."""
+    command = [sys.executable, "-m", "stagetap", "doctor", "--json", "--config", str(file)]
+    done = subprocess.run(
+        [*command, *options],
+        cwd=ROOT,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    checks = json.loads(done.stdout)["checks"] if done.stdout else []
+    return done.returncode, {each["check"]: each for each in checks}, done.stderr
+
+
+def test_the_doctor_finds_the_mooncake_file_well() -> None:
+    code, checks, stderr = doctor(
+        FOLDER / "mooncake.yaml", "--lent", "2GiB", "--consume-time", "1min"
+    )
+    assert code == 0, stderr
+    assert checks["memory and tokens in flight"]["found"].startswith("131,072 tokens of 4,616 B")
+    assert checks["time until consumed"]["ok"]
+
+
+def test_the_doctor_names_what_does_not_go_together(tmp_path: Path) -> None:
+    draft = tmp_path / "config.json"
+    draft.write_text(json.dumps({"eagle_aux_hidden_state_layer_ids": [2, 14, 27]}))
+    options = ("--draft", str(draft), "--lent", "64MiB", "--lease", "20s", "--consume-time", "2min")
+    code, checks, _ = doctor(FOLDER / "mooncake.yaml", *options)
+    assert code == 1
+    assert {name for name, each in checks.items() if not each["ok"]} == {
+        "layers and draft",
+        "memory and tokens in flight",
+        "lease and removal",
+        "time until consumed",
+    }
+    assert checks["layers and draft"]["cure"] == "capture 2,14,27,30"
