@@ -17,6 +17,9 @@ from stagetap.errors import MalformedManifest, Refused, UnknownVersion
 MANIFEST_VERSION = 1
 MAX_METADATA_BYTES = 64 * 1024
 
+NO_CHECKSUM = "none"
+"""Stands for the checksum of a fragment that was captured without one."""
+
 # Bytes per element of what can be stored, and the name of the type in a safetensors header.
 DTYPE_ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 SAFETENSORS_DTYPE = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}
@@ -31,7 +34,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Positive = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 _Text = Annotated[str, msgspec.Meta(min_length=1)]
 _Sha256 = Annotated[str, msgspec.Meta(pattern=r"^sha256:[0-9a-f]{64}$")]
-_Checksum = Annotated[str, msgspec.Meta(pattern=r"^xxh3_64:[0-9a-f]{16}$")]
+_Checksum = Annotated[str, msgspec.Meta(pattern=r"^(xxh3_64:[0-9a-f]{16}|none)$")]
 _Moment = Annotated[
     str,
     msgspec.Meta(pattern=r"^\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}\.\d{6}(Z|\+00:00)$"),
@@ -49,9 +52,9 @@ class Fragment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """What one owning stage stores of a sample: one tensor [T, L_stage, H].
 
     `layers` names axis 1, ascending. `path` and `parts` are relative to the store, with `/`.
-    `byte_size` and `checksum` are of the tensor's bytes alone, in row order; `file_bytes` is the
-    size of the whole file or object where there is one. `input_ids` says whether the token ids
-    (int64 [T]) are stored beside the tensor.
+    `byte_size` and `checksum` are of the tensor's bytes alone, in row order; the checksum is `none`
+    when none was taken. `file_bytes` is the size of the whole file or object where there is one.
+    `input_ids` says whether the token ids (int64 [T]) are stored beside the tensor.
     """
 
     stage: _Count

@@ -44,6 +44,9 @@ class ConnectorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         max_consecutive_failures: samples that fail in a row before exporting is suspended; 0
             never suspends it.
         on_nonfinite: whether a NaN or Inf in a tap fails the sample or is stored.
+        checksum: over the bytes of each fragment; `none` takes none, and its readers cannot verify.
+        direct_pages: `auto` stores rows straight from the pages of the cache where store and memory
+            allow it; `off` copies all of them to a slot first.
     """
 
     layers: tuple[int, ...]
@@ -56,6 +59,8 @@ class ConnectorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     publish_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 120.0
     max_consecutive_failures: Annotated[int, msgspec.Meta(ge=0)] = 16
     on_nonfinite: Literal["fail", "store"] = "fail"
+    checksum: Literal["xxh3_64", "none"] = "xxh3_64"
+    direct_pages: Literal["auto", "off"] = "auto"
 
 
 class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -17,7 +17,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +99,9 @@ class FaultyFragment:
         self._fragment = fragment
         self._where = (header.stage, header.ref.sample_id)
 
-    def write(self, rows: memoryview) -> None:
+    def write(self, pieces: Sequence[memoryview]) -> None:
         _strike("write", *self._where)
-        self._fragment.write(rows)
+        self._fragment.write(pieces)
 
     def finish(self) -> base.StoredFragment:
         _strike("finish", *self._where)

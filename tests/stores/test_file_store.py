@@ -264,7 +264,7 @@ def test_a_fragment_that_is_not_of_its_shape_is_no_fragment(
     writer = engine.writer.open_fragment(header(engine.ref("s"), tokens=4))
 
     def write_and_finish() -> None:
-        writer.write(memoryview(bytes(64 * rows)))
+        writer.write([memoryview(bytes(64 * rows))])
         writer.finish()
 
     with pytest.raises(StoreError, match=r"64 bytes (fewer|more) than its shape"):

@@ -1,19 +1,75 @@
-"""Rows of one request out of the pages of a tap cache."""
+"""Rows of one request out of the pages of a tap cache: where they are, or copied out.
+
+vLLM moves and counts pages, and never looks into one of ours. So what a page looks like inside is
+ours to say: rows [L, H] in token order, which is how a fragment stores them. A range of tokens is
+then a few pieces of memory that can be copied, or stored, as they are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import torch
 
 Gather = Callable[[int, int, torch.Tensor], None]
+Pieces = Callable[[int, int], list[torch.Tensor]]
+
+
+def row_pages(cache: torch.Tensor) -> torch.Tensor:
+    """The same memory as pages of rows, ``[num_blocks, block_size, L, H]``: a view.
+
+    Args:
+        cache: what vLLM made, ``[num_blocks, L, block_size, H]``, its two inner axes in either
+            order in memory; pages may lie apart.
+
+    Raises:
+        ValueError: the bytes of one page do not lie together.
+    """
+    blocks, taps, block_size, hidden = cache.shape
+    inner = cache.stride()[1:]
+    if inner not in ((block_size * hidden, hidden, 1), (hidden, taps * hidden, 1)):
+        raise ValueError(f"pages of shape {tuple(cache.shape[1:])} have strides {inner}")
+    return cache.as_strided(
+        (blocks, block_size, taps, hidden), (cache.stride(0), taps * hidden, hidden, 1)
+    )
+
+
+def page_pieces(pages: torch.Tensor, block_ids: Sequence[int]) -> Pieces:
+    """A function that says where rows of one request lie.
+
+    Args:
+        pages: ``[num_blocks, block_size, L, H]``, see :func:`row_pages`.
+        block_ids: the request's pages, in token order.
+
+    Returns:
+        ``pieces(start, end)`` gives the rows of tokens ``[start, end)``, in order, as views
+        ``[n, L, H]``, each contiguous and as long as can be: pages that follow each other in memory
+        are one piece.
+    """
+    block_size = pages.shape[1]
+    adjoining = pages.flatten(0, 1) if pages.is_contiguous() else None  # [num_slots, L, H]
+
+    def pieces(start: int, end: int) -> list[torch.Tensor]:
+        runs = _runs(block_ids, block_size, start, end, adjoining is not None)
+        if adjoining is not None:
+            return [adjoining[slot : slot + count] for slot, count in runs]
+        return [pages[slot // block_size].narrow(0, slot % block_size, n) for slot, n in runs]
+
+    return pieces
+
+
+def spanned_memory(pages: torch.Tensor) -> memoryview:
+    """All bytes from the first to the last of these pages, in host memory."""
+    elements = (pages.shape[0] - 1) * pages.stride(0) + pages[0].numel()
+    return memoryview(pages.as_strided((elements,), (1,)).view(torch.uint8).numpy())
 
 
 def page_reader(pages: torch.Tensor, block_ids: Sequence[int]) -> Gather:
     """A function that copies rows of one request into a host buffer.
 
     Args:
-        pages: tap cache ``[num_blocks, L, block_size, H]``, any strides, on any device.
+        pages: ``[num_blocks, block_size, L, H]``, see :func:`row_pages`, on any device.
         block_ids: the request's pages, in token order.
 
     Returns:
@@ -22,23 +78,46 @@ def page_reader(pages: torch.Tensor, block_ids: Sequence[int]) -> Gather:
     """
     if pages.is_cuda:
         return _device_reader(pages, block_ids)
-    block_size = pages.shape[2]
+    pieces = page_pieces(pages, block_ids)
 
     def gather(start: int, end: int, out: torch.Tensor) -> None:
-        row = start
-        while row < end:
-            offset = row % block_size
-            count = min(block_size - offset, end - row)
-            page = pages[block_ids[row // block_size], :, offset : offset + count]  # [L, count, H]
-            out[row - start : row - start + count].copy_(page.transpose(0, 1))
-            row += count
+        target = out.view(torch.uint8).numpy()
+        row = 0
+        for piece in pieces(start, end):
+            # By numpy: on this one thread, and without the interpreter's lock.
+            np.copyto(target[row : row + len(piece)], piece.view(torch.uint8).numpy())
+            row += len(piece)
 
     return gather
 
 
+def _runs(
+    block_ids: Sequence[int], block_size: int, start: int, end: int, adjoining: bool
+) -> Iterator[tuple[int, int]]:
+    """Tokens [start, end) as (first slot, number) of slots that follow each other.
+
+    A slot is a place for one row, counted over all pages. Pages are joined when `adjoining`.
+    """
+    first, count = 0, 0
+    row = start
+    while row < end:
+        offset = row % block_size
+        slot = block_ids[row // block_size] * block_size + offset
+        length = min(block_size - offset, end - row)
+        if count and adjoining and slot == first + count:
+            count += length
+        else:
+            if count:
+                yield first, count
+            first, count = slot, length
+        row += length
+    if count:
+        yield first, count
+
+
 def _device_reader(pages: torch.Tensor, block_ids: Sequence[int]) -> Gather:
     """Gather on the device, then one copy to the (pinned) host buffer, on a stream of its own."""
-    block_size = pages.shape[2]
+    block_size = pages.shape[1]
     blocks = torch.tensor(block_ids, dtype=torch.int64)
     # Called between steps, so everything that wrote these pages is queued on the current stream.
     written = torch.cuda.current_stream(pages.device).record_event()
@@ -49,7 +128,7 @@ def _device_reader(pages: torch.Tensor, block_ids: Sequence[int]) -> Gather:
             torch.cuda.current_stream().wait_event(written)
             block = blocks[tokens // block_size].to(pages.device, non_blocking=True)
             offset = (tokens % block_size).to(pages.device, non_blocking=True)
-            out.copy_(pages[block, :, offset], non_blocking=True)
+            out.copy_(pages[block, offset], non_blocking=True)
             torch.cuda.current_stream().synchronize()
 
     return gather

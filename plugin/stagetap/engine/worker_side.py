@@ -15,8 +15,9 @@ from stagetap.engine.capture import TapCacheLayer, installed_capture
 from stagetap.engine.checkpoint import checkpoint_fingerprint
 from stagetap.engine.messages import SaveOrder, StepOrders, WorkerFacts, WorkerNews
 from stagetap.engine.metrics import FragmentOutcome, StageTapStats, StatsOutbox
-from stagetap.engine.pages import Gather, page_reader
+from stagetap.engine.pages import Gather, page_pieces, page_reader, row_pages, spanned_memory
 from stagetap.engine.series import check_series
+from stagetap.errors import StoreError
 from stagetap.manifest import Layer
 from stagetap.publish.pool import check_slot_bytes
 from stagetap.publish.publisher import FragmentJob, FragmentReport, Publisher
@@ -81,13 +82,15 @@ class WorkerSide:
                 writer_threads=options.writer_threads,
                 pin_memory=torch.cuda.is_available(),
                 refuse_nonfinite=options.on_nonfinite == "fail",
+                checksum=options.checksum,
             )
             taps = len(self._capture.taps.layer_ids)
             check_slot_bytes(
                 options.slot_bytes,
                 taps * self._facts.hidden_size * vllm_config.model_config.dtype.itemsize,
             )
-        self._pages = torch.empty(0)  # [num_blocks, L, block_size, H], set by register_pages
+        self._pages = torch.empty(0)  # [num_blocks, block_size, L, H], set by register_pages
+        self._stores_from_pages = False
         self.samples_nothing = False  # whether no request of this step wants a token
         self._request_ids: dict[SampleRef, str] = {}
         self._released: set[str] = set()  # request ids whose pages are not read any more
@@ -116,18 +119,42 @@ class WorkerSide:
                 self._capture.taps.end - 1,
             )
             return
-        self._pages = kv_caches[self._layer.layer_name]
+        cache = kv_caches[self._layer.layer_name]
         taps = len(self._capture.taps.layer_ids)
         expected = (taps, self._facts.block_size, self._facts.hidden_size)
-        if self._pages.shape[1:] != expected:
+        if cache.shape[1:] != expected:
             raise RuntimeError(
                 f"stagetap: the tap cache of stage {self._stage} has pages of shape "
-                f"{tuple(self._pages.shape[1:])}, not {expected}"
+                f"{tuple(cache.shape[1:])}, not {expected}"
             )
+        self._pages = row_pages(cache)
         self._log_capacity()
+        if self._publisher is not None:
+            self._choose_source()
+
+    def _choose_source(self) -> None:
+        """Whether rows are stored from their pages, or through slots; told to the log."""
+        why_not = None
+        if self._options.direct_pages == "off":
+            why_not = "direct_pages is off"
+        elif not self._store.takes_pages:
+            why_not = "this store waits for a disk"
+        elif self._pages.device.type != "cpu":
+            why_not = f"the pages are on {self._pages.device}"
+        else:
+            try:
+                self._store.use_memory(spanned_memory(self._pages))
+            except StoreError as error:
+                why_not = str(error)
+        self._stores_from_pages = why_not is None
+        logger.info(
+            "stagetap: stage %d stores %s",
+            self._stage,
+            "from its pages" if why_not is None else f"through slots: {why_not}",
+        )
 
     def _log_capacity(self) -> None:
-        num_blocks, _, block_size, _ = self._pages.shape
+        num_blocks, block_size, _, _ = self._pages.shape
         tap_bytes = self._pages.numel() * self._pages.element_size()
         # Every tensor says the size of the one allocation that it lies in.
         all_bytes = max(tensor.size for tensor in self._kv_cache_config.kv_cache_tensors)
@@ -176,6 +203,7 @@ class WorkerSide:
 
     def _job(self, order: SaveOrder) -> FragmentJob:
         assert self._facts.cache_group is not None
+        block_ids = order.block_ids[self._facts.cache_group]
         taps = self._capture.taps.layer_ids
         total = self._config.model_config.get_total_num_hidden_layers()
         return FragmentJob(
@@ -185,7 +213,8 @@ class WorkerSide:
             dtype=self._pages.dtype,
             shape=(order.token_count, len(taps), self._facts.hidden_size),
             token_ids=order.token_ids if order.input_ids_stage == self._stage else None,
-            gather=self._reader(order.block_ids[self._facts.cache_group]),
+            gather=self._reader(block_ids),
+            pieces=page_pieces(self._pages, block_ids) if self._stores_from_pages else None,
         )
 
     def _reader(self, block_ids: list[int]) -> Gather:

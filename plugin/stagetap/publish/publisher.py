@@ -14,15 +14,20 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-import xxhash
 
 from stagetap.errors import NonFinite, Refused, StageTapError
 from stagetap.manifest import DTYPE_ITEMSIZE, Fragment, Layer
+from stagetap.publish.checksum import Checksum, ChecksumName
 from stagetap.publish.finite import first_nonfinite
 from stagetap.publish.pool import Cancelled, Slot, SlotPool, check_slot_bytes
 from stagetap.stores.base import FragmentHeader, FragmentWriter, SampleRef, StoreWriter
 
 Gather = Callable[[int, int, torch.Tensor], None]
+Pieces = Callable[[int, int], list[torch.Tensor]]
+
+SMALLEST_PIECE_BYTES = 1 << 20
+"""Rows are stored from pages in pieces of this size on average, or else through a slot: over TCP
+Mooncake takes half a millisecond and more for each piece, in which a slot is filled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +37,10 @@ class FragmentJob:
     `gather(start, end, out)` copies rows [start, end) into `out` [end - start, L_stage, H], a
     contiguous host tensor of `dtype`, and returns when they can be read there. It is called from a
     writer thread, in row order.
+
+    `pieces(start, end)` says where these rows are, as contiguous tensors [n, L_stage, H] in row
+    order, in host memory that the store was told of. None when they are elsewhere, or not to be
+    stored from there.
     """
 
     ref: SampleRef
@@ -41,6 +50,7 @@ class FragmentJob:
     shape: tuple[int, int, int]
     token_ids: np.ndarray | None
     gather: Gather
+    pieces: Pieces | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +72,7 @@ class FragmentReport:
 class Progress:
     """What happened since the last poll.
 
-    `staged`: no more `gather` call will be made, the pages are free. `reports`: the job has ended.
+    `staged`: the pages are not read any more. `reports`: the job has ended.
     """
 
     staged: list[SampleRef] = field(default_factory=list)
@@ -98,8 +108,10 @@ class PoolStatus:
 class Publisher:
     """`writer_threads` threads that serve jobs in the order of their submission.
 
-    A write that hangs keeps its slot, and so the memory it may still read, until it returns: also
-    when the attempt is cancelled meanwhile, which frees its pages and leaves the slot quarantined.
+    Rows are copied into a slot and written from there, or written from their pages where a job says
+    how. A write that hangs keeps the memory that it may still read until it returns, also when the
+    attempt is cancelled meanwhile: its slot is quarantined and its pages are free, or its pages
+    are kept.
     """
 
     def __init__(
@@ -111,6 +123,7 @@ class Publisher:
         pin_memory: bool = False,
         *,
         refuse_nonfinite: bool,
+        checksum: ChecksumName = "xxh3_64",
     ) -> None:
         """Allocate the pool and start the threads. Raises Refused for sizes below 1.
 
@@ -121,6 +134,7 @@ class Publisher:
             raise Refused(f"{writer_threads} writer threads: at least 1 is needed")
         self._store = store_writer
         self._refuse_nonfinite = refuse_nonfinite
+        self._checksum = checksum
         self.pool = SlotPool(slots, slot_bytes, pin_memory)
         self._store.use_memory(memoryview(self.pool.memory.view(-1).numpy()))
         # Guards all that follows, and the state of every job. Nobody calls out while holding it.
@@ -156,8 +170,8 @@ class Publisher:
         """End a dead attempt. A ref that is unknown or has ended is ignored. Does not block.
 
         What is queued ends at once, as failed. What is running gathers and writes no more: its
-        pages are free at once, or when the `gather` that reads them returns, and it ends when the
-        store call that it is inside returns. Only a `finish` under way may still succeed.
+        pages are free at once, or when the call that reads them returns, and it ends when the store
+        call that it is inside returns. Only a `finish` under way may still succeed.
         """
         with self._changed:
             for ticketed in [each for each in self._queued if each.job.ref == ref]:
@@ -167,7 +181,7 @@ class Publisher:
             for ticketed in self._running:
                 if ticketed.job.ref == ref:
                     ticketed.cancelled = True
-                    if not ticketed.gathering:
+                    if not ticketed.reading:
                         self._announce_staged(ticketed)
         self.pool.wake()
 
@@ -253,7 +267,7 @@ class Publisher:
         )
 
     def _announce_staged(self, ticketed: "_Ticketed") -> None:
-        """Say once that the pages are free. The lock is held, and no `gather` is running."""
+        """Say once that the pages are free. The lock is held, and nothing reads them."""
         if not ticketed.staged:
             ticketed.staged = True
             self._progress.staged.append(ticketed.job.ref)
@@ -285,24 +299,42 @@ class Publisher:
         )
 
     def _stream(self, ticketed: "_Ticketed", header: FragmentHeader, writer: FragmentWriter) -> str:
-        """Carry all rows through one slot at a time; return their checksum."""
+        """Write all rows, as many at a time as a slot holds; return their checksum."""
         job, row_bytes = ticketed.job, _row_bytes(header)
         rows_per_slot = self.pool.slot_bytes // row_bytes
-        checksum = xxhash.xxh3_64()
+        checksum = Checksum(self._checksum)
         for start in range(0, job.shape[0], rows_per_slot):
             end = min(start + rows_per_slot, job.shape[0])
+            last = end == job.shape[0]
+            pieces = job.pieces(start, end) if job.pieces else []
+            if pieces and len(pieces) <= max(1, (end - start) * row_bytes // SMALLEST_PIECE_BYTES):
+                with self._reading_pages(ticketed, last):
+                    self._write(ticketed, writer, checksum, start, pieces)
+                continue
             with self._slot(ticketed) as slot:
                 raw = slot.buffer[: (end - start) * row_bytes]
                 rows = raw.view(job.dtype).view(end - start, *job.shape[1:])
-                with self._reading_pages(ticketed, last=end == job.shape[0]):
+                with self._reading_pages(ticketed, last):
                     job.gather(start, end, rows)
-                if self._refuse_nonfinite:
-                    _check_finite(job, start, rows)
-                stored_rows = memoryview(raw.numpy())
-                checksum.update(stored_rows)
-                with self._inside_store(ticketed):
-                    writer.write(stored_rows)
-        return f"xxh3_64:{checksum.hexdigest()}"
+                self._write(ticketed, writer, checksum, start, [rows])
+        return str(checksum)
+
+    def _write(
+        self,
+        ticketed: "_Ticketed",
+        writer: FragmentWriter,
+        checksum: Checksum,
+        start: int,
+        pieces: list[torch.Tensor],
+    ) -> None:
+        """Check and write rows from `start` on; `pieces` [n, L_stage, H] are contiguous."""
+        if self._refuse_nonfinite:
+            _check_finite(ticketed.job, start, pieces)
+        data = [memoryview(piece.view(-1).view(torch.uint8).numpy()) for piece in pieces]
+        for each in data:
+            checksum.update(each)
+        with self._inside_store(ticketed):
+            writer.write(data)
 
     @contextmanager
     def _slot(self, ticketed: "_Ticketed") -> Iterator[Slot]:
@@ -323,12 +355,12 @@ class Publisher:
         """
         with self._changed:
             _check_alive(ticketed)
-            ticketed.gathering = True
+            ticketed.reading = True
         try:
             yield
         finally:
             with self._changed:
-                ticketed.gathering = False
+                ticketed.reading = False
                 if last:
                     self._announce_staged(ticketed)
 
@@ -354,14 +386,14 @@ class Publisher:
 
 @dataclass(kw_only=True, eq=False)
 class _Ticketed:
-    """A job, and where it is. It holds at most one slot, and `staged` excludes `gathering`."""
+    """A job, and where it is. It holds at most one slot. `reading` pages excludes `staged`."""
 
     ticket: int
     job: FragmentJob
     started: float
     staged: bool = False
     cancelled: bool = False
-    gathering: bool = False
+    reading: bool = False
     holds_slot: bool = False
     in_store: bool = False
 
@@ -371,15 +403,17 @@ def _check_alive(ticketed: _Ticketed) -> None:
         raise Cancelled("cancelled while it was being written")
 
 
-def _check_finite(job: FragmentJob, start: int, rows: torch.Tensor) -> None:
-    """Raise NonFinite for the first NaN or Inf in the job's `rows` [n, L_stage, H] from `start`."""
-    if (found := first_nonfinite(rows)) is not None:
-        row, column, value = found
-        raise NonFinite(
-            f"layer {job.layers[column].id} is {'NaN' if math.isnan(value) else 'Inf'} at token "
-            f"{start + row} of {job.shape[0]}; set the connector option on_nonfinite to "
-            '"store" to keep such states'
-        )
+def _check_finite(job: FragmentJob, start: int, pieces: list[torch.Tensor]) -> None:
+    """Raise NonFinite for the first NaN or Inf in the job's rows from `start` on."""
+    for rows in pieces:
+        if (found := first_nonfinite(rows)) is not None:
+            row, column, value = found
+            raise NonFinite(
+                f"layer {job.layers[column].id} is {'NaN' if math.isnan(value) else 'Inf'} at "
+                f"token {start + row} of {job.shape[0]}; set the connector option on_nonfinite to "
+                '"store" to keep such states'
+            )
+        start += len(rows)
 
 
 def _header(job: FragmentJob, slot_bytes: int) -> FragmentHeader:

@@ -70,10 +70,10 @@ class StoredFragment:
 class FragmentWriter(Protocol):
     """Writes one fragment, from one thread. Ends with exactly one of `finish` and `abort`."""
 
-    def write(self, rows: memoryview) -> None:
-        """Append whole rows, as contiguous bytes. The buffer is free again on return.
+    def write(self, pieces: Sequence[memoryview]) -> None:
+        """Append whole rows: the bytes of these pieces of memory, one after the other.
 
-        Raises StoreError.
+        The memory is free again on return, however it ends. Raises StoreError.
         """
 
     def finish(self) -> StoredFragment:
@@ -84,15 +84,21 @@ class FragmentWriter(Protocol):
 
 
 class StoreWriter(Protocol):
-    """The worker's side. Opening one proves that the store can be reached and written to."""
+    """The worker's side. Opening one proves that the store can be reached and written to.
+
+    `takes_pages`: whether rows may be written from the cache pages in which they are. A store that
+    waits for a disk takes none: what others compute in would wait as well.
+    """
+
+    takes_pages: bool
 
     def read_nonces(self) -> list[str]:
         """The nonces that committers left in this store. Raises StoreError."""
 
     def use_memory(self, memory: memoryview) -> None:
-        """Learn, before the first fragment, in which memory all rows will be.
+        """Learn, before the first fragment from it, of memory in which rows will be.
 
-        The memory stays where it is until `close`. Raises StoreError.
+        It stays where it is until `close`. Raises StoreError.
         """
 
     def open_fragment(self, header: FragmentHeader) -> FragmentWriter:

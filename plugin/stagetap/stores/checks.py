@@ -12,7 +12,7 @@ from stagetap.errors import (
     StreamMismatch,
     TokenMismatch,
 )
-from stagetap.manifest import Fragment, Manifest, token_digest
+from stagetap.manifest import NO_CHECKSUM, Fragment, Manifest, token_digest
 from stagetap.stores.base import Invariant
 from stagetap.stores.kind import difference, kind_of
 
@@ -59,7 +59,18 @@ def check_tokens(manifest: Manifest, fragment: Fragment, input_ids: memoryview) 
 
 
 def check_payload(manifest: Manifest, fragment: Fragment, payload: memoryview) -> None:
-    """Raise ChecksumMismatch unless these are the bytes that were written."""
+    """Raise ChecksumMismatch unless these are the bytes that were written.
+
+    Also for a fragment without a checksum: that it is whole was asked for and cannot be said.
+    """
+    if fragment.checksum == NO_CHECKSUM:
+        raise fragment_error(
+            ChecksumMismatch,
+            manifest,
+            fragment,
+            'it was captured with the connector option checksum="none", so its bytes cannot be '
+            "verified: read it without verifying",
+        )
     found = f"xxh3_64:{xxhash.xxh3_64_hexdigest(payload)}"
     if found != fragment.checksum:
         raise fragment_error(

@@ -2,6 +2,7 @@
 
 import os
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -23,6 +24,8 @@ from stagetap.stores.file_layout import NONCES, attempt_path, encode_head, fragm
 
 class FileStoreWriter:
     """Writes fragments below one directory."""
+
+    takes_pages = False
 
     def __init__(self, root: str) -> None:
         """Prove that `root` can be written to. Raises StoreError."""
@@ -92,17 +95,17 @@ class FileFragmentWriter:
                 self._discard()
                 raise
 
-    def write(self, rows: memoryview) -> None:
+    def write(self, pieces: Sequence[memoryview]) -> None:
         """Append rows. Raises StoreError, also for more rows than the shape says."""
-        data = memoryview(rows).cast("B")
-        self._missing_bytes -= len(data)
+        self._missing_bytes -= sum(piece.nbytes for piece in pieces)
         if self._missing_bytes < 0:
             raise StoreError(
                 f"{self._path}: {-self._missing_bytes} bytes more than its shape says",
                 path=self._path,
             )
         with naming("write", self._path, self.file_bytes):
-            write_all(self._fd, data)
+            for piece in pieces:
+                write_all(self._fd, piece.cast("B"))
 
     def finish(self) -> StoredFragment:
         """Durable file, then durable name. Raises StoreError."""

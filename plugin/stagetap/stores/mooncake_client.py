@@ -101,43 +101,26 @@ class MooncakeClient:
         config = self._config()
         self._put(key, len(data), lambda: self._store.put(key, data, config))
 
-    def put_from(self, key: str, address: int, size_bytes: int, *, keep: object = None) -> None:
-        """As `put`, from registered memory, of any size."""
-        config = self._config()
-        self._put(
-            key,
-            size_bytes,
-            lambda: self._store.put_from(key, address, size_bytes, config),
-            keep,
-        )
-
-    def put_from_many(
+    def put_from(
         self,
-        keys: Sequence[str],
-        addresses: Sequence[Sequence[int]],
-        sizes_bytes: Sequence[Sequence[int]],
+        key: str,
+        addresses: Sequence[int],
+        sizes_bytes: Sequence[int],
         *,
         keep: object = None,
     ) -> None:
-        """Several objects, each put together from pieces of registered memory, in their order.
-
-        Raises as `put` for the first object that failed; others may be stored.
-        """
+        """As `put`, from pieces of registered memory, in their order, of any size."""
         config = self._config()
-        codes = self._call(
-            lambda: self._store.batch_put_from_multi_buffers(
-                list(keys),
-                [list(each) for each in addresses],
-                [list(s) for s in sizes_bytes],
-                config,
-            ),
-            self.options.put_timeout,
-            f"put {', '.join(keys)}",
-            keys[0] if keys else None,
-            keep,
-        )
-        for key, code, sizes in zip(keys, codes, sizes_bytes, strict=True):
-            self._check_put(key, code, sum(sizes))
+
+        def put() -> int:
+            if len(addresses) == 1:
+                return int(self._store.put_from(key, addresses[0], sizes_bytes[0], config))
+            codes = self._store.batch_put_from_multi_buffers(
+                [key], [list(addresses)], [list(sizes_bytes)], config
+            )
+            return int(codes[0])
+
+        self._put(key, sum(sizes_bytes), put, keep)
 
     def get(self, key: str) -> bytes | None:
         """The object; None when there is none, or it is just being written.

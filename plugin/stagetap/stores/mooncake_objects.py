@@ -28,8 +28,11 @@ class Objects(Protocol):
         Raises StoreFull or StoreError.
         """
 
-    def put_from(self, key: str, address: int, size_bytes: int) -> None:
-        """As `put`, from registered memory; it is free again on return."""
+    def put_from(self, key: str, addresses: Sequence[int], sizes_bytes: Sequence[int]) -> None:
+        """As `put`, from pieces of registered memory, in their order; it is free again on return.
+
+        CallTimeout says that it is not: the put goes on.
+        """
 
     def get(self, key: str) -> bytes | None:
         """The object; None when there is none. Raises StoreError."""

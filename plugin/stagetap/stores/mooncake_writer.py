@@ -1,7 +1,7 @@
-"""The worker's side of the Mooncake store: fragments straight from the slots of the pool."""
+"""The worker's side of the Mooncake store: fragments straight from where their rows are."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -18,22 +18,24 @@ from stagetap.stores.mooncake_objects import Objects, put_when_there_is_room
 class MooncakeStoreWriter:
     """Writes fragments of one run."""
 
+    takes_pages = True
+
     def __init__(self, objects: Objects, run_id: str, room_timeout_s: float) -> None:
         """`room_timeout_s`: how long a write waits for room in a full store."""
         self._objects = objects
         self._run_id = run_id
         self._room_timeout_s = room_timeout_s
-        self._registered: int | None = None
+        self._registered: list[int] = []
 
     def read_nonces(self) -> list[str]:
         """The nonces of all committers of the run. Raises StoreError."""
         return [record.nonce for record in read_writers(self._objects, self._run_id)]
 
     def use_memory(self, memory: memoryview) -> None:
-        """Register the pool, once: a transfer reads the slots where they are. Raises StoreError."""
+        """Register it, once: a transfer reads rows where they are. Raises StoreError."""
         address = _address(memory)
         self._objects.register(address, memory.nbytes, memory)
-        self._registered = address
+        self._registered.append(address)
 
     def open_fragment(self, header: FragmentHeader) -> FragmentWriter:
         """Start a fragment. Raises StoreError, also for an attempt id that was used before."""
@@ -45,10 +47,9 @@ class MooncakeStoreWriter:
         return MooncakeFragmentWriter(self._objects, header, self._room_timeout_s)
 
     def close(self) -> None:
-        """Unregister the pool and end the connection. Raises StoreError."""
-        if self._registered is not None:
-            self._objects.unregister(self._registered)
-            self._registered = None
+        """Unregister what was registered and end the connection. Raises StoreError."""
+        while self._registered:
+            self._objects.unregister(self._registered.pop())
         self._objects.close()
 
 
@@ -83,13 +84,13 @@ class MooncakeFragmentWriter:
                 self._objects.remove([key], force=True)  # nobody gets a writer to abort
                 raise
 
-    def write(self, rows: memoryview) -> None:
+    def write(self, pieces: Sequence[memoryview]) -> None:
         """Store rows as the next part. The memory is free again on return, however it ends.
 
         Raises StoreError, also for more rows than the shape says, and StoreFull when no room was
         made in time.
         """
-        size = rows.nbytes
+        size = sum(piece.nbytes for piece in pieces)
         self._missing_bytes -= size
         if self._missing_bytes < 0:
             raise self._wrong(f"{-self._missing_bytes} bytes more than its shape says")
@@ -99,7 +100,7 @@ class MooncakeFragmentWriter:
             raise self._wrong("parts of different sizes: only the last one may be smaller")
         whole = size == self._total_bytes
         key = self._path if whole else part_key(self._path, len(self._parts))
-        self._put(key, partial(self._put_rows, key, rows), size)
+        self._put(key, partial(self._put_rows, key, pieces), size)
         if not whole:
             self._parts.append(key)
 
@@ -113,11 +114,12 @@ class MooncakeFragmentWriter:
         """Remove all that was put. Nobody can be reading it. Raises StoreError."""
         self._objects.remove(self._tried, force=True)
 
-    def _put_rows(self, key: str, rows: memoryview) -> None:
+    def _put_rows(self, key: str, pieces: Sequence[memoryview]) -> None:
+        addresses = [_address(piece) for piece in pieces]
         try:
-            self._objects.put_from(key, _address(rows), rows.nbytes)
+            self._objects.put_from(key, addresses, [piece.nbytes for piece in pieces])
         except CallTimeout as error:
-            # It goes on and still reads the rows: the slot is not free before it has returned.
+            # It goes on and still reads the rows: slot or pages are not free before it returned.
             error.returned.wait()
             raise
 

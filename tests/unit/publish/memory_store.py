@@ -1,7 +1,7 @@
 """A store in memory that fails and hangs on demand, and publishers that write to it."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from stagetap.publish.publisher import Publisher
@@ -25,6 +25,8 @@ def make_publisher(store: StoreWriter, **changes: Any) -> Publisher:
 
 class MemoryStore:
     """A store that keeps fragments in memory and fails or hangs where it is told to."""
+
+    takes_pages = True
 
     def __init__(self) -> None:
         self.data: dict[tuple[str, int], bytes] = {}
@@ -56,10 +58,11 @@ class MemoryWriter:
         self.rows = bytearray()
         self.writes = 0
 
-    def write(self, rows: memoryview) -> None:
+    def write(self, pieces: Sequence[memoryview]) -> None:
         self.store.on_write(self.header, self.writes)
         self.writes += 1
-        self.rows += rows
+        for piece in pieces:
+            self.rows += piece
 
     def finish(self) -> StoredFragment:
         self.store.on_finish(self.header)

@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -345,8 +345,8 @@ class SlowFiles(FileStoreWriter):
         writer = super().open_fragment(header)
         write = writer.write
 
-        def write_and_hang(rows: memoryview) -> None:
-            write(rows)
+        def write_and_hang(pieces: Sequence[memoryview]) -> None:
+            write(pieces)
             self._hang()
 
         writer.write = write_and_hang  # type: ignore[method-assign]

@@ -39,9 +39,10 @@ class MemoryObjects:
                 raise StoreFull(f"no room for {key}")
             self.master.objects[key] = bytes(data)
 
-    def put_from(self, key: str, address: int, size_bytes: int) -> None:
-        assert self._lies_in_registered_memory(address, size_bytes)
-        self.put(key, ctypes.string_at(address, size_bytes))
+    def put_from(self, key: str, addresses: Sequence[int], sizes_bytes: Sequence[int]) -> None:
+        pieces = list(zip(addresses, sizes_bytes, strict=True))
+        assert all(self._lies_in_registered_memory(*piece) for piece in pieces)
+        self.put(key, b"".join(ctypes.string_at(*piece) for piece in pieces))
 
     def get(self, key: str) -> bytes | None:
         found = self.master.objects.get(key)

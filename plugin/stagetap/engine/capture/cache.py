@@ -17,6 +17,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 
 from stagetap.engine.compat import is_quantized_kv_cache
 from stagetap.engine.invariant import BrokenInvariant
+from stagetap.engine.pages import row_pages
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -72,6 +73,8 @@ direct_register_custom_op(
 class TapCacheLayer(CacheOnlyAttentionLayer):
     """Pages for the taps of one stage: one head of ``hidden_size`` per tap, ascending ids.
 
+    To vLLM a page is `[L, block_size, H]`; what is in it are rows, see `stagetap.engine.pages`.
+
     Attributes:
         taps: the stage's layers and the ids in its columns.
         buffer: ``[L, max_tokens, H]``, the rows of one step.
@@ -121,11 +124,11 @@ class TapCacheLayer(CacheOnlyAttentionLayer):
         self._wrong |= (self.counts != rows).any()
         if not self._wrong.is_cuda:
             self.check()
-        block_size = self.kv_cache.shape[2]
+        pages = row_pages(self.kv_cache)
+        block_size = pages.shape[1]
         # Padding goes to block 0, which vLLM never gives to a request.
         slots = slots.clamp_min(0)
-        pages, places = slots // block_size, slots % block_size
-        self.kv_cache[pages, :, places] = self.buffer[:, :rows].transpose(0, 1)
+        pages[slots // block_size, slots % block_size] = self.buffer[:, :rows].transpose(0, 1)
 
     def check(self) -> None:
         """Whether every step so far was captured; waits for the device.
