@@ -17,12 +17,14 @@ import stagetap
 def main(uri: str, reference: str, count: int) -> None:
     expected = stagetap.open_dataset(reference, verify=True)
     equal, different = [], []
+    parts = {}
     with stagetap.consume(uri, limit=count, verify=True, stream="residual") as stream:
         for sample in stream:
+            parts[sample.sample_id] = max(len(each.parts) for each in sample.manifest.fragments)
             (equal if same(sample, expected[sample.sample_id]) else different).append(
                 sample.sample_id
             )
-    print(json.dumps({"equal": equal, "different": different}))
+    print(json.dumps({"equal": equal, "different": different, "parts": parts}))
 
 
 def same(sample: stagetap.Sample, other: stagetap.Sample) -> bool:

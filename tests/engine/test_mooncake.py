@@ -34,12 +34,14 @@ def master() -> Iterator[Master]:
         yield master
 
 
+@pytest.mark.parametrize("direct_pages", ["auto", "off"])
 def test_what_a_trainer_consumes_is_bitwise_what_a_directory_holds(
-    captured: Callable[..., Any], checkpoint: Callable[..., str], master: Master
+    captured: Callable[..., Any], checkpoint: Callable[..., str], master: Master, direct_pages: str
 ) -> None:
     prompts = {f"n/{n}": ids for n, ids in zip(LENGTHS, random_prompts(LENGTHS), strict=True)}
     reference = captured("llama", prompts, LAYERS, pp=2)
-    uri = f"mooncake://{master.address}/online?global_segment_size=64MiB&local_buffer_size=4MiB"
+    run = f"online-{direct_pages}"
+    uri = f"mooncake://{master.address}/{run}?global_segment_size=64MiB&local_buffer_size=4MiB"
     found = Arm(
         "engine.mooncake_jobs:capture_and_consume",
         {
@@ -47,19 +49,27 @@ def test_what_a_trainer_consumes_is_bitwise_what_a_directory_holds(
             "layers": LAYERS,
             "store": uri,
             "pp": 2,
-            "connector_options": {"slot_bytes": 64 * 1024},  # several parts for the longest
+            "connector_options": {
+                "slot_bytes": 64 * 1024,  # several parts for the longest
+                "direct_pages": direct_pages,
+            },
             "engine_args": {"skip_tokenizer_init": True},
         },
         {"prompts": prompts, "uri": uri, "reference": str(reference._reader._root)},
     ).run()
+    # Pages of a new engine follow each other, so that none of its fragments needs a slot.
+    assert found["from_pages"] == [direct_pages == "auto"] * 2
+    parts = found["rounds"][0]["parts"]
+    assert parts["n/400"] == (0 if direct_pages == "auto" else 5)
+    assert direct_pages == "off" or set(parts.values()) == {0}
     for each in found["rounds"]:
         assert each["errors"] == dict.fromkeys(prompts)
         assert sorted(each["equal"]) == sorted(prompts)
         assert each["different"] == []
     assert list(found["first"].values()) == [None]
-    assert "is committed in run online" in next(iter(found["again"].values()))
+    assert f"is committed in run {run}" in next(iter(found["again"].values()))
     # What nobody consumed went with the memory that the workers had lent.
-    assert {key.split("/")[1] for key in samples_in(master, "online")} <= {"index", "n%2F1"}
+    assert {key.split("/")[1] for key in samples_in(master, run)} <= {"index", "n%2F1"}
     with pytest.raises(Refused, match="names no run"):
         open_dataset(f"mooncake://{master.address}")
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -26,8 +27,11 @@ Gather = Callable[[int, int, torch.Tensor], None]
 Pieces = Callable[[int, int], list[torch.Tensor]]
 
 SMALLEST_PIECE_BYTES = 1 << 20
-"""Rows are stored from pages in pieces of this size on average, or else through a slot: over TCP
-Mooncake takes half a millisecond and more for each piece, in which a slot is filled."""
+"""A fragment is stored from pages in pieces of this size on average, or else through slots: over
+TCP Mooncake takes half a millisecond and more for each piece, in which a slot is filled."""
+
+LARGEST_WRITE_BYTES = 64 << 20
+"""What is stored from pages at once: enough that the time between two writes does not count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +153,7 @@ class Publisher:
             threading.Thread(target=self._serve, name=f"stagetap-writer-{n}", daemon=True)
             for n in range(writer_threads)
         ]
+        self._lookers = ThreadPoolExecutor(writer_threads, thread_name_prefix="stagetap-looker")
         for thread in self._threads:
             thread.start()
 
@@ -225,6 +230,7 @@ class Publisher:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         self.pool.close()
+        self._lookers.shutdown(wait=False)
         with self._changed:
             return [ticketed.job.ref for ticketed in (*self._running, *self._queued)]
 
@@ -299,22 +305,20 @@ class Publisher:
         )
 
     def _stream(self, ticketed: "_Ticketed", header: FragmentHeader, writer: FragmentWriter) -> str:
-        """Write all rows, as many at a time as a slot holds; return their checksum."""
+        """Write all rows, from their pages or through one slot at a time; return their checksum."""
         job, row_bytes = ticketed.job, _row_bytes(header)
-        rows_per_slot = self.pool.slot_bytes // row_bytes
         checksum = Checksum(self._checksum)
-        for start in range(0, job.shape[0], rows_per_slot):
-            end = min(start + rows_per_slot, job.shape[0])
-            last = end == job.shape[0]
-            pieces = job.pieces(start, end) if job.pieces else []
-            if pieces and len(pieces) <= max(1, (end - start) * row_bytes // SMALLEST_PIECE_BYTES):
-                with self._reading_pages(ticketed, last):
+        if job.pieces is not None and _lies_in_large_pieces(job, job.pieces, row_bytes):
+            for start, end in _chunks(job.shape[0], max(1, LARGEST_WRITE_BYTES // row_bytes)):
+                with self._reading_pages(ticketed, last=end == job.shape[0]):
+                    pieces = job.pieces(start, end)
                     self._write(ticketed, writer, checksum, start, pieces)
-                continue
+            return str(checksum)
+        for start, end in _chunks(job.shape[0], self.pool.slot_bytes // row_bytes):
             with self._slot(ticketed) as slot:
                 raw = slot.buffer[: (end - start) * row_bytes]
                 rows = raw.view(job.dtype).view(end - start, *job.shape[1:])
-                with self._reading_pages(ticketed, last):
+                with self._reading_pages(ticketed, last=end == job.shape[0]):
                     job.gather(start, end, rows)
                 self._write(ticketed, writer, checksum, start, [rows])
         return str(checksum)
@@ -327,14 +331,25 @@ class Publisher:
         start: int,
         pieces: list[torch.Tensor],
     ) -> None:
-        """Check and write rows from `start` on; `pieces` [n, L_stage, H] are contiguous."""
-        if self._refuse_nonfinite:
-            _check_finite(ticketed.job, start, pieces)
+        """Write rows from `start` on, and look at them meanwhile: what is bad fails all the same.
+
+        `pieces` [n, L_stage, H] are contiguous. On return nothing reads them any more.
+        """
         data = [memoryview(piece.view(-1).view(torch.uint8).numpy()) for piece in pieces]
-        for each in data:
-            checksum.update(each)
-        with self._inside_store(ticketed):
-            writer.write(data)
+
+        def look() -> None:
+            if self._refuse_nonfinite:
+                _check_finite(ticketed.job, start, pieces)
+            for each in data:
+                checksum.update(each)
+
+        looked = self._lookers.submit(look)
+        try:
+            with self._inside_store(ticketed):
+                writer.write(data)
+        finally:
+            wait([looked])
+        looked.result()
 
     @contextmanager
     def _slot(self, ticketed: "_Ticketed") -> Iterator[Slot]:
@@ -396,6 +411,17 @@ class _Ticketed:
     reading: bool = False
     holds_slot: bool = False
     in_store: bool = False
+
+
+def _chunks(rows: int, rows_per_chunk: int) -> Iterator[tuple[int, int]]:
+    """Rows [start, end), one chunk after the other."""
+    for start in range(0, rows, rows_per_chunk):
+        yield start, min(start + rows_per_chunk, rows)
+
+
+def _lies_in_large_pieces(job: FragmentJob, pieces: Pieces, row_bytes: int) -> bool:
+    rows = job.shape[0]
+    return len(pieces(0, rows)) <= max(1, rows * row_bytes // SMALLEST_PIECE_BYTES)
 
 
 def _check_alive(ticketed: _Ticketed) -> None:

@@ -19,10 +19,17 @@ from typing import Any, Literal
 
 from stagetap.errors import Refused, StoreError
 from stagetap.stores.mooncake_calls import BoundedCalls, Result
-from stagetap.stores.mooncake_objects import StoreFull
+from stagetap.stores.mooncake_objects import Placed, StoreFull
 from stagetap.stores.mooncake_package import load_mooncake, tell_library
 from stagetap.stores.mooncake_probe import probe_master
-from stagetap.stores.mooncake_status import LEASED, NOT_FOUND, NOT_READY, StatusError, failure
+from stagetap.stores.mooncake_status import (
+    LEASE_ENDED,
+    LEASED,
+    NOT_FOUND,
+    NOT_READY,
+    StatusError,
+    failure,
+)
 from stagetap.stores.mooncake_uri import MooncakeOptions
 
 Role = Literal["writer", "committer", "reader"]
@@ -99,28 +106,29 @@ class MooncakeClient:
                 size_bytes=len(data),
             )
         config = self._config()
-        self._put(key, len(data), lambda: self._store.put(key, data, config))
+        code = self._call(
+            lambda: self._store.put(key, data, config), self.options.put_timeout, f"put {key}", key
+        )
+        self._check_put(key, code, len(data))
 
-    def put_from(
-        self,
-        key: str,
-        addresses: Sequence[int],
-        sizes_bytes: Sequence[int],
-        *,
-        keep: object = None,
-    ) -> None:
-        """As `put`, from pieces of registered memory, in their order, of any size."""
+    def put_from(self, objects: Sequence[Placed], *, keep: object = None) -> None:
+        """Store objects from registered memory, of any size, all at once.
+
+        Raises as `put`, for the first object that failed; others may be stored.
+        """
+        keys = [each.key for each in objects]
+        addresses = [[address for address, _ in each.pieces] for each in objects]
+        sizes = [[size for _, size in each.pieces] for each in objects]
         config = self._config()
-
-        def put() -> int:
-            if len(addresses) == 1:
-                return int(self._store.put_from(key, addresses[0], sizes_bytes[0], config))
-            codes = self._store.batch_put_from_multi_buffers(
-                [key], [list(addresses)], [list(sizes_bytes)], config
-            )
-            return int(codes[0])
-
-        self._put(key, sum(sizes_bytes), put, keep)
+        codes = self._call(
+            lambda: self._store.batch_put_from_multi_buffers(keys, addresses, sizes, config),
+            self.options.put_timeout,
+            f"put {', '.join(keys)}",
+            keys[0],
+            keep,
+        )
+        for each, code in zip(objects, codes, strict=True):
+            self._check_put(each.key, code, each.size_bytes)
 
     def get(self, key: str) -> bytes | None:
         """The object; None when there is none, or it is just being written.
@@ -164,17 +172,21 @@ class MooncakeClient:
     ) -> list[int | None]:
         """Objects into registered memory: how many bytes each had; None where there is none.
 
-        An object larger than its place is not read. Raises StatusError, CallTimeout.
+        An object larger than its place is not read. A lease that ends meanwhile is taken once more.
+        Raises StatusError, CallTimeout.
         """
         if not keys:
             return []
-        codes = self._call(
-            lambda: self._store.batch_get_into(list(keys), list(addresses), list(sizes_bytes)),
-            self.options.get_timeout,
-            f"get {', '.join(keys)}",
-            keys[0],
-            keep,
-        )
+        for _ in range(_GET_TRIES):
+            codes = self._call(
+                lambda: self._store.batch_get_into(list(keys), list(addresses), list(sizes_bytes)),
+                self.options.get_timeout,
+                f"get {', '.join(keys)}",
+                keys[0],
+                keep,
+            )
+            if LEASE_ENDED not in codes:
+                break
         for key, code, place in zip(keys, codes, sizes_bytes, strict=True):
             if code < 0 and code != NOT_FOUND:
                 raise failure("get", key, code, place)
@@ -324,10 +336,6 @@ class MooncakeClient:
             config.soft_pin_action = self._module.SoftPinAction.ENABLE
             config.soft_pin_ttl_ms = round(1000 * options.soft_pin)
         return config
-
-    def _put(self, key: str, size_bytes: int, call: Callable[[], int], keep: object = None) -> None:
-        code = self._call(call, self.options.put_timeout, f"put {key}", key, keep)
-        self._check_put(key, code, size_bytes)
 
     def _check_put(self, key: str, code: int, size_bytes: int) -> None:
         if code == NOT_FOUND:

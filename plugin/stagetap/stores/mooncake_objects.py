@@ -6,6 +6,7 @@ order of steps can be tested with a store that dies between any two of them.
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from stagetap.errors import StoreError
@@ -19,6 +20,19 @@ class StoreFull(StoreError):
     """No segment has room for an object now."""
 
 
+@dataclass(frozen=True)
+class Placed:
+    """What an object shall be: pieces of registered memory, (address, bytes), in their order."""
+
+    key: str
+    pieces: tuple[tuple[int, int], ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the object."""
+        return sum(size for _, size in self.pieces)
+
+
 class Objects(Protocol):
     """Immutable objects under keys: what is there under a key stays, until it is removed."""
 
@@ -28,10 +42,11 @@ class Objects(Protocol):
         Raises StoreFull or StoreError.
         """
 
-    def put_from(self, key: str, addresses: Sequence[int], sizes_bytes: Sequence[int]) -> None:
-        """As `put`, from pieces of registered memory, in their order; it is free again on return.
+    def put_from(self, objects: "Sequence[Placed]") -> None:
+        """As `put`, several at once, from registered memory; it is free again on return.
 
-        CallTimeout says that it is not: the put goes on.
+        CallTimeout says that it is not: the put goes on. Raises for the first object that failed;
+        others may be stored.
         """
 
     def get(self, key: str) -> bytes | None:

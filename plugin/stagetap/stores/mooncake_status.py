@@ -10,6 +10,7 @@ NOT_READY = -703
 NOT_FOUND = -704
 EXISTS = -705
 LEASED = -706
+LEASE_ENDED = -707
 
 _MEANINGS = {
     -1: "an internal error of Mooncake; its log on stderr has the cause",
@@ -21,7 +22,7 @@ _MEANINGS = {
     NOT_FOUND: "there is no such object",
     EXISTS: "it exists already",
     LEASED: "somebody is reading it: it can be removed when that lease has ended",
-    -707: "the lease ended while it was being read",
+    LEASE_ENDED: "the lease ended while it was being read",
     -800: "the transfer between the hosts failed: is the host that holds it up, and does it use "
     "the same protocol?",
     -900: "the master does not answer",
@@ -68,7 +69,7 @@ _KINDS: dict[int, type[StatusError]] = {
     NOT_FOUND: ObjectMissing,
     EXISTS: ObjectExists,
     LEASED: ObjectLeased,
-    -707: LeaseExpired,
+    LEASE_ENDED: LeaseExpired,
     -900: MasterUnreachable,
     -901: MasterUnreachable,
 }

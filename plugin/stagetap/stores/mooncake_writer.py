@@ -1,7 +1,7 @@
 """The worker's side of the Mooncake store: fragments straight from where their rows are."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -9,10 +9,11 @@ import numpy as np
 from stagetap.errors import StoreError
 from stagetap.manifest import DTYPE_ITEMSIZE
 from stagetap.stores.base import FragmentHeader, FragmentWriter, StoredFragment
+from stagetap.stores.mooncake_buffers import BufferPool
 from stagetap.stores.mooncake_calls import CallTimeout
 from stagetap.stores.mooncake_index import read_writers
 from stagetap.stores.mooncake_layout import fragment_path, input_ids_key, part_key
-from stagetap.stores.mooncake_objects import Objects, put_when_there_is_room
+from stagetap.stores.mooncake_objects import Objects, Placed, put_when_there_is_room
 
 
 class MooncakeStoreWriter:
@@ -26,6 +27,7 @@ class MooncakeStoreWriter:
         self._run_id = run_id
         self._room_timeout_s = room_timeout_s
         self._registered: list[int] = []
+        self._buffers = BufferPool(objects)  # for token ids
 
     def read_nonces(self) -> list[str]:
         """The nonces of all committers of the run. Raises StoreError."""
@@ -44,7 +46,11 @@ class MooncakeStoreWriter:
                 f"a fragment of run {header.ref.run_id!r} cannot go to run {self._run_id!r}: give "
                 "the engine the run of its store's address"
             )
-        return MooncakeFragmentWriter(self._objects, header, self._room_timeout_s)
+        ids: np.ndarray | None = None
+        if header.token_ids is not None:
+            ids = self._buffers.take(8 * len(header.token_ids))
+            ids.view("<i8")[:] = header.token_ids
+        return MooncakeFragmentWriter(self._objects, header, ids, self._room_timeout_s)
 
     def close(self) -> None:
         """Unregister what was registered and end the connection. Raises StoreError."""
@@ -60,7 +66,14 @@ class MooncakeFragmentWriter:
     looks for them before a commit names them.
     """
 
-    def __init__(self, objects: Objects, header: FragmentHeader, room_timeout_s: float) -> None:
+    def __init__(
+        self,
+        objects: Objects,
+        header: FragmentHeader,
+        ids: np.ndarray | None,
+        room_timeout_s: float,
+    ) -> None:
+        """`ids`: the token ids in registered memory, uint8 [8 T]."""
         self._objects = objects
         self._room_timeout_s = room_timeout_s
         self._path = fragment_path(header.ref, header.stage)
@@ -75,14 +88,7 @@ class MooncakeFragmentWriter:
                 f"{self._path} exists already: an attempt id was used twice; use a fresh one",
                 path=self._path,
             )
-        if header.token_ids is not None:
-            ids = np.ascontiguousarray(header.token_ids, dtype="<i8").tobytes()
-            key = input_ids_key(self._path)
-            try:
-                self._put(key, partial(objects.put, key, ids), len(ids))
-            except BaseException:
-                self._objects.remove([key], force=True)  # nobody gets a writer to abort
-                raise
+        self._ids = ids  # until they are put, together with the first rows
 
     def write(self, pieces: Sequence[memoryview]) -> None:
         """Store rows as the next part. The memory is free again on return, however it ends.
@@ -100,7 +106,16 @@ class MooncakeFragmentWriter:
             raise self._wrong("parts of different sizes: only the last one may be smaller")
         whole = size == self._total_bytes
         key = self._path if whole else part_key(self._path, len(self._parts))
-        self._put(key, partial(self._put_rows, key, pieces), size)
+        objects = [_placed(key, pieces)]
+        if self._ids is not None:
+            objects.append(_placed(input_ids_key(self._path), [self._ids.data]))
+        self._tried += [each.key for each in objects]
+        put_when_there_is_room(
+            partial(self._put, objects),
+            self._room_timeout_s,
+            f"{key} ({size} of {self._total_bytes} bytes)",
+        )
+        self._ids = None
         if not whole:
             self._parts.append(key)
 
@@ -114,23 +129,20 @@ class MooncakeFragmentWriter:
         """Remove all that was put. Nobody can be reading it. Raises StoreError."""
         self._objects.remove(self._tried, force=True)
 
-    def _put_rows(self, key: str, pieces: Sequence[memoryview]) -> None:
-        addresses = [_address(piece) for piece in pieces]
+    def _put(self, objects: Sequence[Placed]) -> None:
         try:
-            self._objects.put_from(key, addresses, [piece.nbytes for piece in pieces])
+            self._objects.put_from(objects)
         except CallTimeout as error:
             # It goes on and still reads the rows: slot or pages are not free before it returned.
             error.returned.wait()
             raise
 
-    def _put(self, key: str, put: Callable[[], None], size_bytes: int) -> None:
-        self._tried.append(key)
-        put_when_there_is_room(
-            put, self._room_timeout_s, f"{key} ({size_bytes} of {self._total_bytes} bytes)"
-        )
-
     def _wrong(self, reason: str) -> StoreError:
         return StoreError(f"{self._path}: {reason}", path=self._path)
+
+
+def _placed(key: str, pieces: Sequence[memoryview]) -> Placed:
+    return Placed(key, tuple((_address(piece), piece.nbytes) for piece in pieces))
 
 
 def _address(memory: memoryview) -> int:

@@ -14,7 +14,7 @@ import pytest
 from stagetap.errors import Refused, StoreError
 from stagetap.stores import mooncake_client
 from stagetap.stores.mooncake_client import PROTOCOL_KEY, MooncakeClient, open_client
-from stagetap.stores.mooncake_objects import StoreFull
+from stagetap.stores.mooncake_objects import Placed, StoreFull
 from stagetap.stores.mooncake_processes import Master, MemoryHost
 from stagetap.stores.mooncake_status import StatusError
 from stagetap.stores.mooncake_uri import MooncakeOptions, parse_uri
@@ -55,8 +55,8 @@ def test_registered_memory_travels_whole_and_in_pieces(
     start, end = rows.ctypes.data, place.ctypes.data
     writer.register(start, rows.nbytes, rows)
     reader.register(end, place.nbytes, place)
-    writer.put_from(key, [start], [rows.nbytes])
-    writer.put_from(key + "a", [start + MIB, start], [100, 50])
+    writer.put_from([Placed(key, ((start, rows.nbytes),))])
+    writer.put_from([Placed(key + "a", ((start + MIB, 100), (start, 50)))])
     found = reader.get_into(
         [key, key + "a", key + "b"], [end, end + 7 * MIB, end], [6 * MIB, 150, 1]
     )
@@ -143,13 +143,13 @@ def test_a_full_store_says_so_and_hard_pins_hold(own_master: Master, connect: Op
     stored = []
     with pytest.raises(StoreFull, match=r"no segment has room.*status -200"):  # noqa: PT012
         for number in range(20):
-            writer.put_from(f"k{number}", [rows.ctypes.data], [rows.nbytes])
+            writer.put_from([Placed(f"k{number}", ((rows.ctypes.data, rows.nbytes),))])
             stored.append(f"k{number}")
     time.sleep(1)  # Evicting runs in the background, and leases have ended.
     assert len(stored) >= 6
     assert all(writer.exist(stored))
     writer.remove(stored[:2], force=True)
-    writer.put_from("again", [rows.ctypes.data], [rows.nbytes])
+    writer.put_from([Placed("again", ((rows.ctypes.data, rows.nbytes),))])
     connect(own_master, "writer")  # A full store is no reason not to start.
 
 

@@ -17,6 +17,7 @@ import pytest
 from stagetap.errors import StoreError
 from stagetap.stores.mooncake_calls import CallTimeout
 from stagetap.stores.mooncake_client import MooncakeClient, open_client
+from stagetap.stores.mooncake_objects import Placed
 from stagetap.stores.mooncake_processes import Master, MemoryHost, Process, free_port
 from stagetap.stores.mooncake_status import MasterUnreachable
 from stagetap.stores.mooncake_uri import parse_uri
@@ -99,7 +100,7 @@ def test_a_master_that_hangs_later_is_reported_in_time(
         timeouts = []
         for operation in (
             lambda: client.put("a", b"x"),
-            lambda: client.put_from("b", [memory.ctypes.data], [100]),
+            lambda: client.put_from([Placed("b", ((memory.ctypes.data, 100),))]),
             lambda: client.get("k"),
             lambda: client.exist(["k"]),
             lambda: client.size("k"),
@@ -130,7 +131,12 @@ def test_a_client_outlives_its_master(own_master: Master, connect: OpenClient) -
         with within(8), pytest.raises(MasterUnreachable, match="status -90"):
             operation()
     with Master(port=port_of(own_master)):
-        assert until_it_works(lambda: writer.put_from("new", [memory.ctypes.data], [4096]), 15) < 15
+        assert (
+            until_it_works(
+                lambda: writer.put_from([Placed("new", ((memory.ctypes.data, 4096),))]), 15
+            )
+            < 15
+        )
         assert reader.get_into(["new"], [place.ctypes.data], [4096]) == [4096]
         assert (place == memory).all()
         assert reader.get("old") is None, "what a master knew goes with it"
@@ -148,10 +154,10 @@ def test_a_host_of_memory_that_hangs_is_reported_in_time(
         client = opened[-1]
         memory = np.ones(1024**2, np.uint8)
         client.register(memory.ctypes.data, memory.nbytes, memory)
-        client.put_from("k", [memory.ctypes.data], [memory.nbytes])
+        client.put_from([Placed("k", ((memory.ctypes.data, memory.nbytes),))])
         with stopped(host):
             with within(2), pytest.raises(StoreError, match="k2"):
-                client.put_from("k2", [memory.ctypes.data], [memory.nbytes])
+                client.put_from([Placed("k2", ((memory.ctypes.data, memory.nbytes),))])
             with within(2), pytest.raises(StoreError, match="get k"):
                 client.get_into(["k"], [memory.ctypes.data], [memory.nbytes])
         assert until_it_works(lambda: client.put("k3", b"x"), 15) < 15

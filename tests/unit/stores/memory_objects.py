@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from stagetap.errors import StoreError
-from stagetap.stores.mooncake_objects import StoreFull
+from stagetap.stores.mooncake_objects import Placed, StoreFull
 
 
 class Died(Exception):
@@ -39,10 +39,10 @@ class MemoryObjects:
                 raise StoreFull(f"no room for {key}")
             self.master.objects[key] = bytes(data)
 
-    def put_from(self, key: str, addresses: Sequence[int], sizes_bytes: Sequence[int]) -> None:
-        pieces = list(zip(addresses, sizes_bytes, strict=True))
-        assert all(self._lies_in_registered_memory(*piece) for piece in pieces)
-        self.put(key, b"".join(ctypes.string_at(*piece) for piece in pieces))
+    def put_from(self, objects: Sequence[Placed]) -> None:
+        for each in objects:
+            assert all(self._lies_in_registered_memory(*piece) for piece in each.pieces)
+            self.put(each.key, b"".join(ctypes.string_at(*piece) for piece in each.pieces))
 
     def get(self, key: str) -> bytes | None:
         found = self.master.objects.get(key)
