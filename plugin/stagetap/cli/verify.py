@@ -12,28 +12,38 @@ from stagetap.cli.arguments import JsonOption
 from stagetap.cli.output import human_bytes, notes, print_json, results, table
 
 if TYPE_CHECKING:
-    from stagetap.stores.file_verify import VerifyReport
+    from stagetap.stores.verify_report import VerifyReport
 
 
 def verify_command(
-    uri: Annotated[str, typer.Argument(help="The dataset: a directory or file:///directory.")],
+    uri: Annotated[
+        str, typer.Argument(help="A directory, file:///directory or mooncake://MASTER:PORT/RUN.")
+    ],
     gc: Annotated[
         bool, typer.Option("--gc", help="Remove what no commit names. No capture may be running.")
     ] = False,
     checksums: Annotated[
         bool, typer.Option("--checksums/--no-checksums", help="Read all data, or sizes only.")
     ] = True,
+    metrics: Annotated[
+        str | None,
+        typer.Option(
+            "--metrics",
+            help="HOST:PORT of a Mooncake master's HTTP server, to learn what is left over there.",
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check that every committed sample is whole. Exit code 1 when one is not."""
-    from stagetap.stores.file_verify import verify_store
+    from stagetap.stores.verify import verify
 
     with Progress(console=notes(), transient=True) as progress:
         task = progress.add_task("verifying", total=None)
-        report = verify_store(
+        report = verify(
             uri,
             checksums=checksums,
             gc=gc,
+            metrics=metrics,
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
     if as_json:

@@ -2,57 +2,14 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
-from stagetap.errors import Refused, SampleError, StageTapError, StoreError
+from stagetap.errors import Refused, StageTapError, StoreError
 from stagetap.stores.base import CommitEntry, file_root
-from stagetap.stores.checks import check_kind, check_payload, check_tokens
 from stagetap.stores.file_io import SCRATCH_PREFIX, listed, naming, remove_if_there, try_lock
 from stagetap.stores.file_layout import COMMITS, INVARIANT_NAME, LOG_SUFFIX, NONCES, TOP_LEVEL
 from stagetap.stores.file_reader import FileStoreReader
 from stagetap.stores.file_removal import attempt_directory, is_ours, remove_attempt
-
-
-@dataclass(frozen=True, kw_only=True)
-class Problem:
-    """One thing that is wrong; `kind` is the name of the exception that reading it raises."""
-
-    kind: str
-    message: str
-    run_id: str | None = None
-    sample_id: str | None = None
-    stage: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Orphan:
-    """Something that no commit names: a path relative to the store."""
-
-    path: str
-    size_bytes: int
-
-
-@dataclass(kw_only=True)
-class VerifyReport:
-    """`samples` and `bytes` (hidden states alone) are of what is whole and counts.
-
-    `duplicates`: commits of an id that has an earlier commit. `orphans`: attempts without a commit
-    and other leftovers; those of `live_writers` may still be in flight. `swept_bytes` is None
-    unless gc was asked for.
-    """
-
-    samples: int = 0
-    bytes: int = 0
-    problems: list[Problem] = field(default_factory=list)
-    duplicates: list[CommitEntry] = field(default_factory=list)
-    orphans: list[Orphan] = field(default_factory=list)
-    live_writers: list[str] = field(default_factory=list)
-    swept_bytes: int | None = None
-
-    @property
-    def ok(self) -> bool:
-        """Whether every committed sample is whole. Duplicates and orphans harm nobody."""
-        return not self.problems
+from stagetap.stores.verify_report import Orphan, Problem, VerifyReport, check_sample
 
 
 def verify_store(
@@ -101,7 +58,10 @@ def _verify(
     kept = [c for c in commits if (c.run_id, c.sample_id, c.attempt) not in gone]
     winners, report.duplicates = _winners(kept)
     for done, entry in enumerate(winners, start=1):
-        _verify_sample(reader, entry, checksums, report)
+        try:
+            check_sample(reader, reader.manifest(entry), checksums, report)
+        except StageTapError as error:
+            report.note(error, entry.run_id, entry.sample_id)
         if progress is not None:
             progress(done, len(winners))
     named = {attempt_directory(entry) for entry in kept}
@@ -121,35 +81,6 @@ def _winners(commits: list[CommitEntry]) -> tuple[list[CommitEntry], list[Commit
         (others if key in seen else winners).append(entry)
         seen.add(key)
     return winners, others
-
-
-def _verify_sample(
-    reader: FileStoreReader, entry: CommitEntry, checksums: bool, report: VerifyReport
-) -> None:
-    size_bytes = 0
-    try:
-        manifest = reader.manifest(entry)
-        check_kind(reader.invariant, manifest)
-        for fragment in manifest.fragments:
-            stored = reader.fragment(manifest, fragment)
-            if stored.input_ids is not None:
-                check_tokens(manifest, fragment, stored.input_ids)
-            if checksums:
-                check_payload(manifest, fragment, stored.payload)
-            size_bytes += fragment.byte_size
-    except StageTapError as error:
-        report.problems.append(
-            Problem(
-                kind=type(error).__name__,
-                message=str(error),
-                run_id=entry.run_id,
-                sample_id=entry.sample_id,
-                stage=error.stage if isinstance(error, SampleError) else None,
-            )
-        )
-        return
-    report.samples += 1
-    report.bytes += size_bytes
 
 
 def _live_writers(root: str) -> list[str]:
