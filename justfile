@@ -18,6 +18,10 @@ setup:
 demo *args: setup
     @'{{ bin }}/stagetap' demo {{ args }}
 
+# Capture SmolLM2 on two stages into Mooncake, and consume it in another process.
+demo-online *args: setup
+    @'{{ bin }}/stagetap' demo-online {{ args }}
+
 # All set-up, the linters and the CI tier of the tests.
 test *args: setup lint patch-lint
     @'{{ bin }}/python' -m pytest -m "not full and not gpu" {{ args }}
@@ -42,7 +46,7 @@ test-stores *args: setup
 test-gpu *args: setup
     @'{{ bin }}/python' -m pytest -m gpu {{ args }}
 
-# Measure capture and reading; `--json` for one line of JSON.
+# Measure capture, reading and Mooncake; `--only PART`, `--json` for one line of JSON.
 bench *args: setup
     @PYTHONPATH=tests '{{ bin }}/python' -m bench {{ args }}
 

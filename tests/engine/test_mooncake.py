@@ -56,6 +56,7 @@ def test_what_a_trainer_consumes_is_bitwise_what_a_directory_holds(
             "engine_args": {"skip_tokenizer_init": True},
         },
         {"prompts": prompts, "uri": uri, "reference": str(reference._reader._root)},
+        {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"},
     ).run()
     # Pages of a new engine follow each other, so that none of its fragments needs a slot.
     assert found["from_pages"] == [direct_pages == "auto"] * 2

@@ -12,6 +12,7 @@ import typer
 from stagetap.cli import patch, store
 from stagetap.cli.capture import capture_command
 from stagetap.cli.demo import demo_command
+from stagetap.cli.demo_online import demo_online_command
 from stagetap.cli.doctor import doctor_command
 from stagetap.cli.equivalence import equivalence_command
 from stagetap.cli.inspect import inspect_command
@@ -31,6 +32,7 @@ app.command("serve", context_settings={"allow_extra_args": True})(serve_command)
 app.command("plan")(plan_command)
 app.command("doctor")(doctor_command)
 app.command("demo")(demo_command)
+app.command("demo-online")(demo_online_command)
 app.add_typer(patch.app, name="patch")
 app.add_typer(store.app, name="store")
 

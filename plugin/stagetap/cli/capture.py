@@ -17,20 +17,22 @@ from stagetap.cli.arguments import (
     TpOption,
     engine_arguments,
 )
+from stagetap.cli.capture_target import capture_target
 from stagetap.cli.interrupt import INTERRUPTED_EXIT
 from stagetap.cli.output import human_bytes, notes, print_json, results, stdout_kept_clean
-from stagetap.errors import Refused
 from stagetap.layer_choice import choose_layers
 from stagetap.models import resolve_model
-
-DEFAULT_RUN = "capture"
-_MIB = 1024 * 1024
 
 
 def capture_command(
     model: ModelOption,
     prompts: Annotated[Path, typer.Option("--prompts", help="JSONL, one prompt a line.")],
-    out: Annotated[str, typer.Option("--out", help="The dataset: a directory, made if needed.")],
+    out: Annotated[
+        str,
+        typer.Option(
+            "--out", help="A directory, made if needed, or mooncake://MASTER:PORT/RUN?OPTIONS."
+        ),
+    ],
     layers: LayersOption,
     pp: PpOption = 1,
     tp: TpOption = 1,
@@ -46,7 +48,10 @@ def capture_command(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with a run: only what is missing.")
     ] = False,
-    run: Annotated[str, typer.Option("--run", help="Name of the run in the store.")] = DEFAULT_RUN,
+    run: Annotated[
+        str | None,
+        typer.Option("--run", help="Name of the run in the store; default: capture."),
+    ] = None,
     in_flight: Annotated[
         int, typer.Option("--in-flight", min=1, help="Prompts in the engine at a time.")
     ] = 16,
@@ -54,9 +59,11 @@ def capture_command(
         str | None, typer.Option("--dtype", help="As vLLM's --dtype; default: the checkpoint's.")
     ] = None,
     keep_free_mib: Annotated[
-        int,
-        typer.Option("--keep-free-mib", min=0, help="Room to leave on the disk, in MiB."),
-    ] = 512,
+        int | None,
+        typer.Option(
+            "--keep-free-mib", min=0, help="Room to leave on the disk, in MiB; default: 512."
+        ),
+    ] = None,
     engine_arg: EngineArgOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -68,21 +75,18 @@ def capture_command(
     from stagetap.cli.capture_job import CaptureJob
     from stagetap.cli.model_facts import model_facts
 
-    if not run:
-        raise Refused("--run is empty: name the run, or leave the option out")
+    target = capture_target(out, run, resume=resume, keep_free_mib=keep_free_mib)
     model = resolve_model(model)
     job = CaptureJob(
         model=model,
         layers=choose_layers(layers, model_facts(model).num_hidden_layers),
-        out=out,
-        run_id=run,
+        target=target,
         pp=pp,
         tp=tp,
         max_len=max_len,
         include_output=include_output,
         in_flight=in_flight,
         engine_args=engine_arguments(engine_arg) | ({"dtype": dtype} if dtype else {}),
-        keep_free_bytes=keep_free_mib * _MIB,
     )
     with stdout_kept_clean() as stdout:
         report = job.run(prompts, resume)

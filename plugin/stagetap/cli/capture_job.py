@@ -10,8 +10,9 @@ from typing import Any
 
 from stagetap.cli.capture_progress import CaptureProgress
 from stagetap.cli.capture_run import CaptureRun, Tally
+from stagetap.cli.capture_target import CaptureTarget
 from stagetap.cli.committed import CommittedSamples
-from stagetap.cli.disk import DiskGuard
+from stagetap.cli.disk import DiskGuard, NoDisk, Room
 from stagetap.cli.interrupt import Interruption
 from stagetap.cli.model_facts import model_facts
 from stagetap.cli.output import activity, human_bytes, notes
@@ -28,15 +29,13 @@ class CaptureJob:
 
     model: str
     layers: tuple[int, ...]
-    out: str
-    run_id: str
+    target: CaptureTarget
     pp: int
     tp: int
     max_len: int | None
     include_output: int
     in_flight: int
     engine_args: dict[str, Any]
-    keep_free_bytes: int
 
     def run(self, prompt_file: Path, resume: bool) -> dict[str, Any]:
         """Capture what is missing and report, in terms that JSON can hold.
@@ -49,24 +48,21 @@ class CaptureJob:
         validate_layer_ids(self.layers, facts.num_hidden_layers)
         if facts.num_hidden_layers is not None:
             check_stage_count(self.pp, facts.num_hidden_layers)
-        check_store(self.out, self.layers)
+        check_store(self.target.out, self.layers)
         committed = self._committed(resume)
         prompts = load_prompts(prompt_file, self.model)
         if facts.vocab_size is not None:
             check_token_ids(prompt_file, prompts, facts.vocab_size)
         if (max_len := self.max_len or facts.max_len) is not None:
             check_lengths(prompt_file, prompts, max_len, self.include_output)
-        missing = committed.missing(prompts)
-        guard = DiskGuard(
-            Path(file_root(self.out)),
-            self.keep_free_bytes,
-            facts.row_bytes(len(self.layers), self.engine_args.get("dtype")),
-        )
-        self._check_room(guard, missing)
+        missing = prompts if committed is None else committed.missing(prompts)
+        guard = self._guard(facts.row_bytes(len(self.layers), self.engine_args.get("dtype")))
+        if isinstance(guard, DiskGuard):
+            self._check_room(guard, missing)
         tally, seconds = self._run_engine(missing, guard) if missing else (Tally(), 0.0)
         return {
-            "out": self.out,
-            "run": self.run_id,
+            "out": self.target.out,
+            "run": self.target.run_id,
             "model": self.model,
             "layer_ids": list(self.layers),
             "pp": self.pp,
@@ -93,21 +89,30 @@ class CaptureJob:
         """Rows of a sample beyond its prompt: the last output token has no state."""
         return max(0, self.include_output - 1)
 
-    def _committed(self, resume: bool) -> CommittedSamples:
-        committed = CommittedSamples(self.out, self.run_id)
+    def _committed(self, resume: bool) -> CommittedSamples | None:
+        """None in Mooncake: what is gone from there was consumed, and the engine knows the rest."""
+        out, run_id = self.target.out, self.target.run_id
+        if self.target.keep_free_bytes is None:
+            return None
+        committed = CommittedSamples(out, run_id)
         if len(committed) and not resume:
             raise Refused(
-                f"{self.out} holds {len(committed)} samples of run {self.run_id!r} already; add "
+                f"{out} holds {len(committed)} samples of run {run_id!r} already; add "
                 "--resume to capture what is missing, or choose another --out or --run"
             )
         return committed
+
+    def _guard(self, row_bytes: int | None) -> Room:
+        if self.target.keep_free_bytes is None:
+            return NoDisk()
+        return DiskGuard(Path(file_root(self.target.out)), self.target.keep_free_bytes, row_bytes)
 
     def _check_room(self, guard: DiskGuard, prompts: Sequence[TokenPrompt]) -> None:
         """Refuse to start an engine for nothing; remark when the room will not do for all."""
         rows = [len(prompt.token_ids) + self._output_rows for prompt in prompts]
         if rows and not guard.admits(rows[:1]):
             raise Refused(
-                f"the disk of {self.out} has {human_bytes(guard.free_bytes())} free and "
+                f"the disk of {self.target.out} has {human_bytes(guard.free_bytes())} free and "
                 f"{human_bytes(guard.keep_free_bytes)} are to stay free; make room, or lower "
                 "--keep-free-mib"
             )
@@ -120,7 +125,7 @@ class CaptureJob:
                 soft_wrap=True,
             )
 
-    def _run_engine(self, prompts: Sequence[TokenPrompt], guard: DiskGuard) -> tuple[Tally, float]:
+    def _run_engine(self, prompts: Sequence[TokenPrompt], guard: Room) -> tuple[Tally, float]:
         from stagetap.engine.session import CaptureSession
 
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -137,11 +142,11 @@ class CaptureJob:
                 session = CaptureSession(
                     self.model,
                     layers=self.layers,
-                    store=self.out,
+                    store=self.target.out,
                     pp=self.pp,
                     tp=self.tp,
                     max_len=self.max_len,
-                    run_id=self.run_id,
+                    run_id=self.target.run_id,
                     include_output=self.include_output,
                     engine_args=engine_args,
                 )

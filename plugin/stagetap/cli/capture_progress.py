@@ -8,14 +8,14 @@ from types import TracebackType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from stagetap.cli.capture_run import Tally
-from stagetap.cli.disk import DiskGuard
+from stagetap.cli.disk import Room
 from stagetap.cli.output import human_bytes, notes
 
 
 class CaptureProgress:
     """A context that draws a :class:`Tally` on stderr; ``seconds`` is the time since it began."""
 
-    def __init__(self, total: int, guard: DiskGuard) -> None:
+    def __init__(self, total: int, guard: Room) -> None:
         self._guard = guard
         self._total = total
         self._progress = Progress(
@@ -38,11 +38,13 @@ class CaptureProgress:
         """Draw the numbers of now."""
         rate = tally.tokens / max(self.seconds, 1e-9)
         failed = f"  {tally.failed} failed" if tally.failed else ""
+        free = self._guard.free_bytes()
         self._progress.update(
             self._task,
             completed=tally.samples + tally.failed,
-            state=f"{rate:.0f} tokens/s  {human_bytes(tally.bytes)}  "
-            f"{human_bytes(self._guard.free_bytes())} free{failed}",
+            state=f"{rate:.0f} tokens/s  {human_bytes(tally.bytes)}"
+            + ("" if free is None else f"  {human_bytes(free)} free")
+            + failed,
         )
 
     def __enter__(self) -> CaptureProgress:

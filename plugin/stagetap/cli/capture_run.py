@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from stagetap.cli.disk import DiskGuard
+from stagetap.cli.disk import Room
 from stagetap.engine.session import Captured, Prompt
 from stagetap.errors import StageTapError
 from stagetap.prompts import TokenPrompt
@@ -53,7 +53,7 @@ class CaptureRun:
     Args:
         session: captures.
         prompts: those that are to be captured.
-        guard: asked before every prompt whether it still fits on the disk.
+        guard: asked before every prompt whether there is room for it.
         output_rows: rows that a sample has beyond its prompt, at most.
         wants_stop: asked before every prompt whether to take no more.
         on_sample: told of every sample that has ended.
@@ -63,7 +63,7 @@ class CaptureRun:
         self,
         session: Session,
         prompts: Sequence[TokenPrompt],
-        guard: DiskGuard,
+        guard: Room,
         *,
         output_rows: int = 0,
         wants_stop: Callable[[], bool] = lambda: False,

@@ -80,8 +80,7 @@ def demo_command(
         tempfile.TemporaryDirectory(prefix="stagetap-demo-") as folder,
         activity() as notify,
     ):
-        prompt_file = Path(folder, "demo.jsonl")
-        prompt_file.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
+        prompt_file = write_demo_prompts(Path(folder))
         proof = prove(
             Arm(model=model, layers=LAYERS, pp=2, run_id=RUN_ID),
             load_prompts(prompt_file, model),
@@ -95,6 +94,13 @@ def demo_command(
         _show(proof, out)
     if not proof.comparison.bitwise:
         raise typer.Exit(1)
+
+
+def write_demo_prompts(folder: Path) -> Path:
+    """A file of the demo's prompts, as ``stagetap capture`` takes it."""
+    file = folder / "demo.jsonl"
+    file.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
+    return file
 
 
 def remove_earlier_demo(out: Path) -> None:

@@ -5,9 +5,37 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 # Directories, the fragment's header, the error record or the commit line, file-system blocks.
 SAMPLE_OVERHEAD_BYTES = 64 * 1024
+
+
+class Room(Protocol):
+    """Whether what is captured next has room where it goes."""
+
+    def free_bytes(self) -> int | None:
+        """Room now; None where nobody can say."""
+
+    def observe(self, rows: int, stored_bytes: int) -> None:
+        """Learn from a stored sample."""
+
+    def admits(self, in_flight_rows: list[int]) -> bool:
+        """Whether samples of these sizes fit."""
+
+
+class NoDisk:
+    """Memory that consumers empty: the store itself waits for room, and fails what finds none."""
+
+    def free_bytes(self) -> None:
+        """Nobody can say."""
+
+    def observe(self, rows: int, stored_bytes: int) -> None:
+        """Nothing to learn."""
+
+    def admits(self, in_flight_rows: list[int]) -> bool:
+        """Always."""
+        return True
 
 
 class DiskGuard:

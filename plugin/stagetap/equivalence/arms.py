@@ -14,6 +14,7 @@ from typing import Any
 from stagetap.engine.environment import BINDING_ENV, cores_by_rank, is_cpu_build
 from stagetap.errors import Refused, StageTapError
 from stagetap.prompts import TokenPrompt
+from stagetap.stores.mooncake_uri import is_mooncake
 
 RUN_ID = "equivalence"
 PARTITION_ENV = "VLLM_PP_LAYER_PARTITION"
@@ -44,7 +45,7 @@ class Arm:
         """The arm that this one must equal: it differs in its stages alone."""
         return replace(self, pp=1, partition=None, beside=self.pp * self.tp)
 
-    def command(self, prompts: Path, out: Path) -> list[str]:
+    def command(self, prompts: Path, out: str | Path) -> list[str]:
         """The ``stagetap capture`` of this arm: one request a call, so that batches are equal."""
         engine_args = [
             part
@@ -56,7 +57,8 @@ class Arm:
             *("--model", self.model, "--prompts", str(prompts), "--out", str(out)),
             *("--layers", ",".join(map(str, self.layers)), "--run", self.run_id),
             *("--pp", str(self.pp), "--tp", str(self.tp)),
-            *("--in-flight", "1", "--keep-free-mib", "0", "--json"),
+            *("--in-flight", "1", "--json"),
+            *(() if is_mooncake(str(out)) else ("--keep-free-mib", "0")),
             *engine_args,
         ]
 
@@ -82,7 +84,7 @@ def write_prompts(path: Path, prompts: Sequence[TokenPrompt]) -> None:
             file.write(json.dumps(line) + "\n")
 
 
-def run_arm(arm: Arm, prompts: Path, out: Path, log: Path) -> dict[str, Any]:
+def run_arm(arm: Arm, prompts: Path, out: str | Path, log: Path) -> dict[str, Any]:
     """Capture one arm into ``out`` and return what ``stagetap capture --json`` said.
 
     Args:

@@ -22,11 +22,17 @@ TOLERATED_ULP = 2
 class Sample(Protocol):
     """The part of :class:`stagetap.reader.Sample` that is compared."""
 
-    layer_ids: tuple[int, ...]
-    hidden_states: Any
-    last_hidden_states: Any
     input_ids: Any
     manifest: Any
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def hidden_states(self) -> Any: ...
+
+    @property
+    def last_hidden_states(self) -> Any: ...
 
 
 class Samples(Protocol):

@@ -132,6 +132,17 @@ def ref_of(manifest: Manifest) -> SampleRef:
     return SampleRef(run_id=manifest.run_id, sample_id=manifest.sample_id, attempt=manifest.attempt)
 
 
+def is_of_samples(run_id: str, key: str) -> bool:
+    """Whether a key is of a run's samples, their pages and claims included, not of the run."""
+    prefix = f"{component(run_id)}/"
+    if not key.startswith(prefix) or key == invariant_key(run_id):
+        return False
+    place, _, rest = key.removeprefix(prefix).partition("/")
+    if "/" in rest or rest == "commit":
+        return True
+    return place == "index" and rest.rpartition(".")[2].isdigit()
+
+
 def part_sizes(byte_size: int, first_bytes: int, parts: int) -> tuple[int, ...] | None:
     """The sizes of all parts of a tensor of `byte_size` bytes, from the size of the first one.
 

@@ -27,10 +27,11 @@ ListKeys = Callable[[], list[str]]
 
 
 def listing(metrics: str) -> ListKeys:
-    """Lists all keys of the master whose HTTP server listens at `metrics`, `host:port`."""
+    """Lists all keys of the master whose HTTP server is at `metrics`: `host:port`, or a URL."""
+    address = metrics.removeprefix("http://").removesuffix("/metrics")
 
     def list_keys() -> list[str]:
-        url = f"http://{metrics}/get_all_keys"
+        url = f"http://{address}/get_all_keys"
         try:
             with urllib.request.urlopen(url, timeout=_HTTP_SECONDS) as answer:
                 return str(answer.read().decode()).split()

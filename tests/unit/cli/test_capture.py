@@ -312,3 +312,12 @@ def test_stdout_is_given_back(capture: Command, sessions: type[StoreSession]) ->
     assert os.fstat(1).st_ino == before.st_ino
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert sys.stdout.writable()
+
+
+def test_a_mooncake_store_that_is_not_there_is_told_before_an_engine(
+    capture: Command, sessions: type[StoreSession]
+) -> None:
+    done = capture("--out", "mooncake://127.0.0.1:1/run?global_segment_size=0")
+    assert done.code == 1
+    assert "127.0.0.1:1" in done.stderr
+    assert sessions.started == []

@@ -18,6 +18,7 @@ from stagetap.stores.mooncake_layout import (
     fragment_path,
     input_ids_key,
     invariant_key,
+    is_of_samples,
     mark_keys,
     misplaced,
     next_position,
@@ -172,3 +173,22 @@ def test_a_fragment_elsewhere_is_misplaced() -> None:
 
 def test_bytes_of_a_sample() -> None:
     assert sample_bytes(10, 3, 64, 2) == 10 * 3 * 64 * 2 + 10 * 8
+
+
+def test_what_is_of_samples_and_what_is_of_the_run() -> None:
+    ref = SampleRef(run_id="r", sample_id="s/1", attempt="a")
+    of_samples = [
+        sample_commit_key("r", "s/1"),
+        sample_commit_key("r", "index"),
+        fragment_path(ref, 0),
+        part_key(fragment_path(ref, 0), 3),
+        input_ids_key(fragment_path(ref, 0)),
+        error_record_key(ref, None),
+        claim_key(ref),
+        tombstone_key(ref),
+        page_key("r", "w", 7),
+    ]
+    of_the_run = [invariant_key("r"), writer_key("r", 0), *mark_keys("r", "w"), "stagetap.protocol"]
+    assert all(is_of_samples("r", key) for key in of_samples)
+    assert not any(is_of_samples("r", key) for key in of_the_run)
+    assert not any(is_of_samples("r2", key) for key in of_samples)

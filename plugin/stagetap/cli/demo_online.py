@@ -1,0 +1,120 @@
+"""``stagetap demo-online``: from an engine on two stages to a trainer, through memory alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from stagetap.cli.demo import LAYERS, PROMPTS, write_demo_prompts
+from stagetap.cli.output import activity, human_bytes, results, table
+from stagetap.errors import StageTapError
+from stagetap.models import resolve_model
+
+RUN_ID = "demo"
+_LENT = "512MiB"
+_CONSUMER_SECONDS = 120.0
+_END_SECONDS = 20.0
+
+
+def demo_online_command() -> None:
+    """Capture SmolLM2 on two pipeline stages into Mooncake, while another process consumes it.
+
+    Ends with exit code 1 unless every sample was consumed, is bitwise what a capture of the same
+    prompts to a directory holds, and has left nothing in the store.
+    """
+    from stagetap.equivalence.arms import Arm, run_arm
+    from stagetap.stores.mooncake_layout import is_of_samples
+    from stagetap.stores.mooncake_verify import listing
+
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    arm = Arm(model=resolve_model("smollm2"), layers=LAYERS, pp=2, run_id=RUN_ID)
+    with (
+        tempfile.TemporaryDirectory(prefix="stagetap-demo-") as name,
+        activity() as notify,
+        _store() as store,
+    ):
+        folder = Path(name)
+        prompts, reference = write_demo_prompts(folder), folder / "reference"
+        notify("capturing to a directory, two stages: what is right")
+        run_arm(arm, prompts, reference, folder / "reference.log")
+        notify(f"capturing to {store['uri']}, two stages, and consuming it in another process")
+        master, _, query = store["uri"].partition("?")
+        uri = f"{master}/{RUN_ID}?{query}"
+        with _consumer(uri, reference) as consumer:
+            produced = run_arm(arm, prompts, uri, folder / "online.log")
+            found = _found(consumer)
+        left = [key for key in listing(store["metrics"])() if is_of_samples(RUN_ID, key)]
+    committed = sum(key.endswith("/commit") for key in left)
+    rows = table("samples", "", title=uri)
+    rows.add_row("produced", f"{produced['samples']} ({human_bytes(produced['bytes'])})")
+    rows.add_row("consumed", str(found["consumed"]))
+    rows.add_row("deleted", str(found["consumed"] - committed))
+    results().print(rows)
+    bitwise = len(found["equal"]) == len(PROMPTS) and not found["different"]
+    results().print(f"keys left: {len(left)}")
+    results().print(f"bitwise: {'yes' if bitwise else 'no'}")
+    if left or not bitwise or not produced["samples"] == found["consumed"] == len(PROMPTS):
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _store() -> Iterator[dict[str, Any]]:
+    """A store of its own: what ``stagetap store up --json`` says of it. Raises StageTapError."""
+    command = [*_stagetap(), "store", "up", "--port", "0", "--lend", _LENT, "--json"]
+    with _running(command) as child:
+        assert child.stdout is not None
+        line = child.stdout.readline()
+        if not line:
+            raise StageTapError("the store did not start; what it said is above")
+        yield json.loads(line)
+
+
+@contextmanager
+def _consumer(uri: str, reference: Path) -> Iterator[subprocess.Popen[str]]:
+    module = "stagetap.cli.demo_consumer"
+    command = [sys.executable, "-m", module, uri, str(reference), str(len(PROMPTS))]
+    with _running(command) as child:
+        yield child
+
+
+def _found(consumer: subprocess.Popen[str]) -> dict[str, Any]:
+    """What the consumer says when it is done. Raises StageTapError."""
+    try:
+        said, _ = consumer.communicate(timeout=_CONSUMER_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise StageTapError(
+            f"the consumer has not ended {_CONSUMER_SECONDS:g} s after the capture"
+        ) from None
+    if consumer.returncode:
+        raise StageTapError(
+            f"the consumer ended with exit code {consumer.returncode}; what it said is above"
+        )
+    return dict(json.loads(said))
+
+
+@contextmanager
+def _running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """A child that is ended with the body, however that ends."""
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+    try:
+        yield child
+    finally:
+        child.terminate()
+        try:
+            child.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+def _stagetap() -> list[str]:
+    return [sys.executable, "-m", "stagetap"]
