@@ -15,7 +15,8 @@ from stagetap.errors import (
     SampleNotFound,
     SampleTimeout,
 )
-from stagetap.reader.online import Consumption, OnlineStream
+from stagetap.reader.consumer import Consumption
+from stagetap.reader.online import OnlineStream
 from store_samples import RUN, states
 from unit.stores.memory_objects import Died, Master, dies_at
 from unit.stores.test_mooncake_store import make_engine, reader_of, sample_keys
