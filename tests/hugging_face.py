@@ -12,15 +12,40 @@ from typing import Any
 
 import torch
 
+FP8_CACHE = "fp8-cache"
+"""Attention as by the formula, over keys and values as an fp8 KV cache holds them."""
 
-def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """The checkpoint's model in transformers, on the CPU."""
+
+def load_model(folder: Path, dtype: torch.dtype = torch.float32, *, fp8_cache: bool = False) -> Any:
+    """The checkpoint's model in transformers, on the CPU.
+
+    Args:
+        folder: of the checkpoint.
+        dtype: that it computes in.
+        fp8_cache: round keys and values as vLLM's ``kv_cache_dtype="fp8"`` does (e4m3, scale 1).
+    """
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder)
     model_class = getattr(transformers, config.architectures[0])
     # Eager attention is the formula itself, and the only form that knows sinks everywhere.
-    return model_class.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    attention = "eager"
+    if fp8_cache:
+        attention = FP8_CACHE
+        from transformers.masking_utils import eager_mask
+
+        transformers.AttentionInterface.register(FP8_CACHE, _attention_over_fp8)
+        transformers.AttentionMaskInterface.register(FP8_CACHE, eager_mask)
+    return model_class.from_pretrained(folder, dtype=dtype, attn_implementation=attention).eval()
+
+
+def _attention_over_fp8(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kw: Any
+) -> Any:
+    from transformers.models.llama.modeling_llama import eager_attention_forward
+
+    key, value = (each.to(torch.float8_e4m3fn).to(each.dtype) for each in (key, value))
+    return eager_attention_forward(module, query, key, value, *args, **kw)
 
 
 def streams(model: Any, inputs: Mapping[str, Any]) -> list[torch.Tensor]:

@@ -22,8 +22,9 @@ included. This page is rendered from [models.json](models.json); edit neither.
 - **max abs**: the largest absolute difference to the arm that it was compared with.
 - **HF error**: distance to a Hugging Face forward of the same checkpoint in float32: by tap, the
   median over tokens of `|a - b| / |b|`; the largest of all taps and prompts. The limit beside it
-  is twice what transformers itself loses by computing in the row's dtype, where nothing else is
-  said. Every tap was at least twice as close to its own layer as to any other.
+  is twice what transformers itself loses by rounding as the row's engine does, where nothing else
+  is said. Over the tokens of all prompts every tap was at least twice as close to its own layer as
+  to any other.
 """
 
 _HEADERS = (

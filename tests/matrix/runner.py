@@ -14,7 +14,7 @@ from matrix.compared import SHOWN_FINDINGS, findings, numbers_only, relative_err
 from matrix.records import Record
 from matrix.rows import Row
 from matrix.subjects import Subject, make_subject
-from matrix.truth import ROUNDING
+from matrix.truth import ROUNDING, Truth
 from stagetap import open_dataset
 from stagetap.engine.environment import is_cpu_build
 from stagetap.engine.series import check_series
@@ -50,7 +50,7 @@ class Runner:
         self._notify = notify
         self._references: dict[str, Path | StageTapError] = {}
         self._subject = cache(lambda name: make_subject(name, folder))
-        self._truth = cache(lambda name, dtype: self._subject(name).truth(dtype))
+        self._truths: dict[tuple[str, str, bool], Truth] = {}
 
     def run(self, row: Row) -> Outcome:
         """Run one row; what goes wrong with it is its own failure."""
@@ -82,7 +82,7 @@ class Runner:
         relative = relative_error(reference, candidate)
         if not comparison.bitwise and (row.bound is None or not relative <= row.bound):
             raise Failed(f"relative error {relative:.3g}: {findings(comparison)}")
-        truth = self._truth(row.model, row.dtype)
+        truth = self._truth(row, subject)
         hf_bound = ROUNDING * truth.rounding if row.hf_bound is None else row.hf_bound
         hf_error, wrong = truth.error(candidate)
         if not hf_error <= hf_bound:
@@ -98,6 +98,12 @@ class Runner:
             "hf_bound": hf_bound,
             "note": row.note,
         }
+
+    def _truth(self, row: Row, subject: Subject) -> Truth:
+        key = (row.model, row.dtype, row.fp8_cache)
+        if key not in self._truths:
+            self._truths[key] = subject.truth(row)
+        return self._truths[key]
 
     def _compared(self, row: Row, subject: Subject) -> tuple[Any, Any, Comparison]:
         """Reference, candidate and how they compare."""

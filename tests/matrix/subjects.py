@@ -51,12 +51,13 @@ class Subject:
             pp=row.pp,
             tp=row.tp,
             engine_args=engine_args,
-            shims=model.shims,
+            shims=(*model.shims, *row.shims),
         )
 
-    def truth(self, dtype: str) -> Truth:
-        """The Hugging Face forward of all prompts."""
-        return Truth.of(self.checkpoint, getattr(torch, dtype), self.inputs)
+    def truth(self, row: Row) -> Truth:
+        """The Hugging Face forward of all prompts, rounded as a row's engine does."""
+        dtype = getattr(torch, row.dtype)
+        return Truth.of(self.checkpoint, dtype, self.inputs, fp8_cache=row.fp8_cache)
 
 
 def make_subject(name: str, folder: Path) -> Subject:

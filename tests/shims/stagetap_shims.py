@@ -50,7 +50,29 @@ def _native_rotation_of_heads() -> None:
     RotaryEmbedding.forward_cpu = forward_cpu
 
 
+def _own_experts_alone() -> None:
+    """vLLM's experts on CPU ignore the expert map of expert parallelism.
+
+    They take a model's expert ids for places in the rank's own weights and read past their end,
+    which ends the worker. Other ranks' experts have weight zero here.
+    """
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    kernel = CPUUnquantizedExperts.apply
+
+    def apply(self: Any, **given: Any) -> None:
+        if (expert_map := given["expert_map"]) is not None:
+            ids = given["topk_ids"]
+            own = expert_map[ids.long()]
+            given["topk_weights"] = given["topk_weights"].masked_fill(own < 0, 0)
+            given["topk_ids"] = own.clamp_min(0).to(ids.dtype)
+        kernel(self, **given)
+
+    CPUUnquantizedExperts.apply = apply
+
+
 _SHIMS = {
+    "own-experts-alone": _own_experts_alone,
     "native-rotation-of-heads": _native_rotation_of_heads,
     "still-images": _still_images,
     "native-position-interpolation": _native_position_interpolation,

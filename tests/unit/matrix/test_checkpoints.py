@@ -66,6 +66,6 @@ def test_a_truth_knows_its_own_layer(tmp_path: Path) -> None:
     swapped = [*exact[:2], exact[3], exact[2], *exact[4:]]
     error, wrong = truth.error({"a": Sample(swapped)})
     assert error > CLEARLY
-    assert [line.split(":")[0] for line in wrong] == ["sample 'a', layer 2", "sample 'a', layer 3"]
+    assert [line.split(":")[0] for line in wrong] == ["layer 2", "layer 3"]
     spoilt = [*exact[:-1], torch.full_like(exact[-1], float("nan"))]
     assert truth.error({"a": Sample(spoilt)})[1]
