@@ -74,6 +74,7 @@ def test_a_checkpoint_comes_back_bit_for_bit(target: Path, tmp_path: Path) -> No
     model.save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert set(file.keys()) == set(stored(model))
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
     document = json.loads((tmp_path / "config.json").read_text())
     assert document["model_type"] == "k3_dspark"
     assert document["architectures"] == ["K3DSparkModel"]

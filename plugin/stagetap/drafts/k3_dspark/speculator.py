@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -24,6 +24,9 @@ class K3DSparkSpeculatorConfig(DSparkSpeculatorConfig):
     that vLLM loads, and the published draft is one that the trainer goes on with. Which target the
     draft belongs to is not in that file; speculators' command line names it.
     """
+
+    # With anything else transformers copies these modules into every checkpoint.
+    _auto_class: ClassVar[str | None] = None
 
     speculators_model_type: Literal["k3_dspark"] = MODEL_TYPE  # type: ignore[assignment]
     architectures: list[str] = Field(default_factory=lambda: ["K3DSparkModel"])
