@@ -42,6 +42,10 @@ test-engine *args: setup
 test-stores *args: setup
     @'{{ bin }}/python' -m pytest tests/stores -m "not engine and not gpu" {{ args }}
 
+# Build the image on stand-in bases and run it, two stages equal to one; needs root, or says why.
+image-test *args: setup
+    @'{{ bin }}/python' -m pytest tests/image -m image {{ args }}
+
 # Tests that need an accelerator.
 test-gpu *args: setup
     @'{{ bin }}/python' -m pytest -m gpu {{ args }}
@@ -53,6 +57,14 @@ bench *args: setup
 # A server under a mix of prompts, aborts, disconnects and failing puts: nothing lost or leaked.
 soak *args: setup
     @PYTHONPATH=tests '{{ bin }}/python' -m soak {{ args }}
+
+# Build the image: `cpu` or `cuda`, on the base of docker/bases.lock.
+image *args: setup
+    @PYTHONPATH=docker '{{ bin }}/python' -m stagetap_image build {{ args }}
+
+# Fill in the digests of docker/bases.lock, where a registry answers.
+pin-base *args: setup
+    @PYTHONPATH=docker '{{ bin }}/python' -m stagetap_image pin {{ args }}
 
 # Write what docs/plan.md and docs/layers.md show anew.
 plan-docs: setup

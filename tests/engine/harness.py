@@ -97,6 +97,13 @@ def refusals(stderr: str) -> list[str]:
     return [line.removeprefix(lead) for line in stderr.splitlines() if line.startswith(lead)]
 
 
+def free_port() -> int:
+    """A port of loopback that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 @dataclass
 class Server:
     """A running ``stagetap serve``.
@@ -120,9 +127,7 @@ def server(
 
     It must run until the end of the context, unless it was told to stop and ended well.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "stagetap", "serve", *arguments]
     command[5:5] = ["--host", "127.0.0.1", "--port", str(port)]
     with log.open("wb") as output:

@@ -92,12 +92,26 @@ def test_the_doctor_finds_the_mooncake_file_well() -> None:
     assert code == 0, stderr
     assert checks["memory and tokens in flight"]["found"].startswith("131,072 tokens of 4,616 B")
     assert checks["time until consumed"]["ok"]
+    # The same run has loaded vLLM, as every doctor does unless told otherwise.
+    assert checks["connector"]["found"].startswith("StageTapConnector is stagetap.")
+    assert "TapWorker" in checks["pipeline stages"]["found"]
+    assert checks["flags"]["found"].endswith("in the help of vllm serve")
 
 
 def test_the_doctor_names_what_does_not_go_together(tmp_path: Path) -> None:
     draft = tmp_path / "config.json"
     draft.write_text(json.dumps({"eagle_aux_hidden_state_layer_ids": [2, 14, 27]}))
-    options = ("--draft", str(draft), "--lent", "64MiB", "--lease", "20s", "--consume-time", "2min")
+    options = (
+        "--static",
+        "--draft",
+        str(draft),
+        "--lent",
+        "64MiB",
+        "--lease",
+        "20s",
+        "--consume-time",
+        "2min",
+    )
     code, checks, _ = doctor(FOLDER / "mooncake.yaml", *options)
     assert code == 1
     assert {name for name, each in checks.items() if not each["ok"]} == {

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -47,6 +49,10 @@ def doctor_command(
         str | None, typer.Option("--layers", help=f"{HELP} Default: every id of the model.")
     ] = None,
     engine_arg: EngineArgOption = None,
+    static: Annotated[
+        bool,
+        typer.Option("--static", help="Load neither torch nor vLLM, but for --config."),
+    ] = False,
     config: Annotated[
         Path | None,
         typer.Option(
@@ -88,6 +94,7 @@ def doctor_command(
 ) -> None:
     """Check Python, torch, vLLM, the patch series, the plugin, the environment; and a checkpoint.
 
+    vLLM is loaded, unless something is wrong already: it must know the connector and the flags.
     Exit code 1 when something is wrong; the table says the cure.
     """
     from stagetap.cli.doctor_config import Expectations, check_config
@@ -98,7 +105,11 @@ def doctor_command(
     if config is None and expectations != Expectations():
         raise Refused("what is expected of a store and its consumers goes with --config FILE")
     with stdout_kept_clean() as stdout, activity() as notify:
-        findings = [finding for check in CHECKS for finding in check()]
+        checks = STATIC_CHECKS if static else CHECKS
+        findings = [finding for check in checks for finding in check()]
+        if not static and all(finding.ok for finding in findings):
+            notify("loading vLLM")
+            findings += check_registered()
         verdicts: list[Verdict] = []
         if model is not None:
             findings += check_model(model, weights=pp is None)
@@ -235,8 +246,6 @@ def check_environment() -> Iterator[Finding]:
 
 def check_model(name: str, weights: bool = True) -> Iterator[Finding]:
     """A checkpoint, without loading it; ``weights``: whether config.json alone is too little."""
-    import json
-
     from stagetap.fingerprint import weights_fingerprint
     from stagetap.models import resolve_model
 
@@ -271,13 +280,31 @@ def check_capture(
     return Finding("self-check", found), verdicts
 
 
-CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+def check_registered() -> Iterator[Finding]:
+    """What a vLLM that was loaded in a child process knows of StageTap."""
+    from stagetap.engine.environment import engine_environment
+
+    child = subprocess.run(
+        [sys.executable, "-m", "stagetap.engine.registered"],
+        env={**os.environ, **engine_environment(1, 1)},
+        capture_output=True,
+        text=True,
+    )
+    if child.returncode != 0:
+        said = child.stderr.strip().splitlines() or [f"exit code {child.returncode}"]
+        yield Finding("vllm loads", said[-1], "import vllm in this environment to see why not")
+        return
+    for finding in json.loads(child.stdout.splitlines()[-1]):
+        yield Finding(**finding)
+
+
+STATIC_CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_python,
-    check_torch,
     check_vllm,
     check_plugin,
     check_environment,
 )
+CHECKS = (*STATIC_CHECKS, check_torch)
 
 
 def _first_line(error: BaseException) -> str:

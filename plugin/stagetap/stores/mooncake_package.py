@@ -27,6 +27,8 @@ DEBIAN_PACKAGES = {
     "libnuma": "libnuma1",
     "liburing": "liburing2",
 }
+CUDA_PACKAGES = {"libmlx5": "ibverbs-providers", "libcurl": "libcurl4"}
+"""What the builds for CUDA load beside those, from 0.3.14 on."""
 
 _VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)(?:\.post(\d+))?")
 _MISSING_LIBRARY = re.compile(r"\b(lib[\w+-]+)\.so[.\d]*: cannot open shared object")
@@ -93,6 +95,8 @@ def _load_failure(message: str) -> str:
     library = missing.group(1)
     if library in DEBIAN_PACKAGES:
         cure = f"apt-get install {' '.join(DEBIAN_PACKAGES.values())}"
+    elif library in CUDA_PACKAGES:
+        cure = f"apt-get install {' '.join(CUDA_PACKAGES.values())}"
     elif library.startswith(("libcu", "libnv")):
         cure = f"this build is for another CUDA, or there is none here: {_INSTALL}"
     else:

@@ -226,14 +226,14 @@ def test_doctor_names_what_is_wrong(
 ) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     monkeypatch.setenv("VLLM_PLUGINS", "other")
-    done = stagetap("doctor", checkpoint, "--json")
+    done = stagetap("doctor", "--static", checkpoint, "--json")
     assert done.code == 1
     checks = {each["check"]: each for each in done.json["checks"]}
     assert checks["python"]["ok"]
     assert checks["architecture"]["found"] == "LlamaForCausalLM"
     assert checks["VLLM_USE_V2_MODEL_RUNNER"]["cure"] == "unset VLLM_USE_V2_MODEL_RUNNER"
     assert not checks["plugin"]["ok"]
-    table = stagetap("doctor")
+    table = stagetap("doctor", "--static")
     assert table.code == 1
     assert "unset VLLM_USE_V2_MODEL_RUNNER" in table.stdout
 
@@ -241,15 +241,15 @@ def test_doctor_names_what_is_wrong(
 def test_doctor_on_a_checkpoint(stagetap: Command, checkpoint: Path) -> None:
     config = checkpoint / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": []}))
-    done = stagetap("doctor", checkpoint, "--json")
+    done = stagetap("doctor", "--static", checkpoint, "--json")
     assert done.code == 1
     assert "name it in config.json" in done.stdout
     done = stagetap("doctor", "--pp", "2")
     assert done.code == 2
     assert "name the model as well" in done.stderr
     (checkpoint / "model.safetensors").unlink()
-    assert "has no .safetensors file" in stagetap("doctor", checkpoint, "--json").stdout
-    assert "is no folder" in stagetap("doctor", "org/name", "--json").stdout
+    assert "has no .safetensors file" in stagetap("doctor", "--static", checkpoint, "--json").stdout
+    assert "is no folder" in stagetap("doctor", "--static", "org/name", "--json").stdout
 
 
 # demo ---------------------------------------------------------------------------------------

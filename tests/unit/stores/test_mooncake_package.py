@@ -66,6 +66,10 @@ def test_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
             "liburing is missing",
         ),
         (
+            "libmlx5.so.1: cannot open shared object file: No such file or directory",
+            "apt-get install ibverbs-providers libcurl4",
+        ),
+        (
             "libcudart.so.12: cannot open shared object file: No such file or directory",
             "this build is for another CUDA",
         ),
