@@ -19,6 +19,7 @@ from pathlib import Path
 from stagetap import patchstack
 from stagetap.errors import StageTapError
 from stagetap.patchstack.operations import Status
+from stagetap.patchstack.workshop import python_sources, unlike_release
 from stagetap.stores.mooncake_package import LEAST_VERSION
 from stagetap_image.errors import BuildRefused
 from stagetap_image.mooncake import check_choice, check_libraries, cuda_of_torch
@@ -60,7 +61,8 @@ def check_python(wanted: str) -> None:
 
 
 def check_base(version: str, series_sha256: str) -> None:
-    """The vLLM that Python imports is the released one, byte for byte where it is to be patched.
+    """The vLLM that Python imports is the released one: where it is to be patched as the lock of
+    the series has it, everywhere else as its wheel's RECORD has it.
 
     Raises BuildRefused, naming the first file that differs; Refused for a vLLM that has no series.
     """
@@ -79,7 +81,13 @@ def check_base(version: str, series_sha256: str) -> None:
                 f"{package.path} is not vLLM {version} as released: {path} is {state}; use the "
                 "base of bases.lock"
             )
-    say(f"vLLM {version} at {package.path} is as released, {len(found.files)} files compared")
+    sources = python_sources(package)
+    if differing := unlike_release(package, sources):
+        raise BuildRefused(
+            f"{package.path} is not vLLM {version} as released: {differing[0]} is not what its "
+            "wheel installed; use the base of bases.lock"
+        )
+    say(f"vLLM {version} at {package.path} is as released, {len(sources)} files compared")
 
 
 def install(before: Packages, *requirements: str) -> None:

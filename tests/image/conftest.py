@@ -11,11 +11,9 @@ import pytest
 
 from image.bases import cpu_base, cuda_base
 from image.daemon import OPT_OUT, NoDaemon, cache_folder, running_daemon
+from image.report import REPORT
 from stagetap_image.bases import Base
 from stagetap_image.build import Built, build_image
-
-REPORT: dict[str, str] = {}
-"""What the tests found, for the end of the run."""
 
 
 @pytest.fixture(scope="session")

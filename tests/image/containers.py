@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,15 @@ SHARED_MEMORY = "2g"
 """vLLM's processes talk through /dev/shm."""
 
 
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended, and what it said."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
 def run(
     client: docker.DockerClient,
     image: str,
@@ -24,13 +34,14 @@ def run(
     entrypoint: Sequence[str] | None = None,
     mounts: Mapping[Path, str] | None = None,
     **options: Any,
-) -> tuple[int, str]:
-    """Exit code and output of a command in a new container."""
+) -> Ended:
+    """A command in a new container, to its end."""
     container = _create(client, image, command, entrypoint, mounts, options)
     try:
         container.start()
         code = container.wait()["StatusCode"]
-        return code, container.logs().decode(errors="replace")
+        said = [container.logs(stdout=out, stderr=not out).decode() for out in (True, False)]
+        return Ended(code, *said)
     finally:
         container.remove(force=True)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -51,6 +53,20 @@ def test_other_bases_are_refused_by_name(base: Path) -> None:
     file = patched.package.file(path)
     file.write_text(file.read_text() + "# mine\n")
     with pytest.raises(BuildRefused, match=f"{path} is unknown"):
+        assemble.check_base(version, digest)
+
+
+def test_a_file_that_no_patch_touches_must_be_that_of_its_wheel(base: Path) -> None:
+    digest, version = digest_and_version()
+    info = base.parent / f"vllm-{version}.dist-info"
+    info.mkdir()
+    other = base / "other.py"
+    other.write_text("x = 1\n")
+    recorded = base64.urlsafe_b64encode(hashlib.sha256(b"x = 1\n").digest()).decode().rstrip("=")
+    (info / "RECORD").write_text(f"vllm/other.py,sha256={recorded},6\n")
+    assemble.check_base(version, digest)
+    other.write_text("x = 2\n")
+    with pytest.raises(BuildRefused, match=r"vllm/other\.py is not what its wheel"):
         assemble.check_base(version, digest)
 
 

@@ -1,0 +1,3 @@
+"""What the tests of the image found, for a table at the end of the run."""
+
+REPORT: dict[str, str] = {}
