@@ -36,8 +36,9 @@ class ConnectorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         run_id: the name under which this engine stores. When absent the one that a Mooncake
             address names, else generated at start.
         export_default: whether a request that says nothing exports.
-        slots: number of staging buffers a stage holds.
-        slot_bytes: size of one staging buffer, in bytes.
+        slots: number of staging buffers a stage holds. Each of `writer_threads` uses one at a time.
+        slot_bytes: size of one staging buffer, in bytes. The time between two writes counts less,
+            the larger they are.
         writer_threads: fragments that a stage writes at once.
         publish_timeout_s: seconds between the end of a request and its commit after which the
             sample fails.
@@ -53,8 +54,8 @@ class ConnectorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     store: str
     run_id: str | None = None
     export_default: Literal["on", "off"] = "off"
-    slots: Positive = 8
-    slot_bytes: Positive = 8 * 1024 * 1024
+    slots: Positive = 4
+    slot_bytes: Positive = 16 * 1024 * 1024
     writer_threads: Positive = 4
     publish_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 120.0
     max_consecutive_failures: Annotated[int, msgspec.Meta(ge=0)] = 16

@@ -21,6 +21,7 @@ import torch
 
 from stagetap.engine.pages import page_pieces, page_reader, spanned_memory
 from stagetap.manifest import Fragment, Layer, Manifest
+from stagetap.options import ConnectorOptions
 from stagetap.publish.publisher import FragmentJob, Publisher
 from stagetap.reader.dataset import read_sample
 from stagetap.stores.base import SampleRef
@@ -144,12 +145,13 @@ class _Bench:
         self._pages = torch.randn(blocks, _BLOCK, _LAYERS, _HIDDEN).to(torch.bfloat16)
         self._buffer = np.ones(max(SIZES_MIB) * MIB, np.uint8)
         client.register(self._buffer.ctypes.data, self._buffer.nbytes, self._buffer)
+        options = ConnectorOptions(layers=(0,), store="any")  # for their defaults
         self._publishers = {
             name: Publisher(
                 MooncakeStoreWriter(client, "bench", 1.0),
-                slots=8,
-                slot_bytes=8 * MIB,
-                writer_threads=4,
+                slots=options.slots,
+                slot_bytes=options.slot_bytes,
+                writer_threads=options.writer_threads,
                 refuse_nonfinite=True,
                 checksum="none" if name.endswith("no checksum") else "xxh3_64",
             )

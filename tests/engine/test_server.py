@@ -307,7 +307,7 @@ def test_metrics_say_what_happened(served: Served) -> None:
         assert served.metric("fragments_stored_total", stage=stage) >= committed + 1
         assert served.metric("fragment_bytes_total", stage=stage) > 0
         assert served.metric("publish_seconds_count", stage=stage) >= committed + 1
-        assert served.metric("slots", stage=stage) == 8
+        assert served.metric("slots", stage=stage) == 4
         for gauge in ("slots_in_use", "slot_waiters", "quarantined_slots", "hung_writes"):
             assert served.metric(gauge, stage=stage) == 0, gauge
     assert served.metric("breaker_state", state="closed") == 1
