@@ -40,26 +40,29 @@ def demo_online_command() -> None:
     with (
         tempfile.TemporaryDirectory(prefix="stagetap-demo-") as name,
         activity() as notify,
-        _store() as store,
+        _store(Path(name, "store.log")) as store,
     ):
         folder = Path(name)
         prompts, reference = write_demo_prompts(folder), folder / "reference"
         notify("capturing to a directory, two stages: what is right")
         run_arm(arm, prompts, reference, folder / "reference.log")
-        notify(f"capturing to {store['uri']}, two stages, and consuming it in another process")
         master, _, query = store["uri"].partition("?")
         uri = f"{master}/{RUN_ID}?{query}"
-        with _consumer(uri, reference) as consumer:
+        notify(f"capturing to {master}, two stages, and consuming it in another process")
+        log = folder / "consumer.log"
+        with _consumer(uri, reference, log) as consumer:
             produced = run_arm(arm, prompts, uri, folder / "online.log")
-            found = _found(consumer)
+            found = _found(consumer, log)
         left = [key for key in listing(store["metrics"])() if is_of_samples(RUN_ID, key)]
     committed = sum(key.endswith("/commit") for key in left)
-    rows = table("samples", "", title=uri)
+    rows = table("samples", "")
     rows.add_row("produced", f"{produced['samples']} ({human_bytes(produced['bytes'])})")
     rows.add_row("consumed", str(found["consumed"]))
     rows.add_row("deleted", str(found["consumed"] - committed))
-    results().print(rows)
-    bitwise = len(found["equal"]) == len(PROMPTS) and not found["different"]
+    results().print(uri, rows, sep="\n")
+    for finding in found["findings"]:
+        results().print(finding, soft_wrap=True)
+    bitwise = found["equal"] == len(PROMPTS)
     results().print(f"keys left: {len(left)}")
     results().print(f"bitwise: {'yes' if bitwise else 'no'}")
     if left or not bitwise or not produced["samples"] == found["consumed"] == len(PROMPTS):
@@ -67,44 +70,49 @@ def demo_online_command() -> None:
 
 
 @contextmanager
-def _store() -> Iterator[dict[str, Any]]:
+def _store(log: Path) -> Iterator[dict[str, Any]]:
     """A store of its own: what ``stagetap store up --json`` says of it. Raises StageTapError."""
-    command = [*_stagetap(), "store", "up", "--port", "0", "--lend", _LENT, "--json"]
-    with _running(command) as child:
+    stagetap = [sys.executable, "-m", "stagetap"]
+    command = [*stagetap, "store", "up", "--port", "0", "--lend", _LENT, "--json"]
+    with _running(command, log) as child:
         assert child.stdout is not None
         line = child.stdout.readline()
         if not line:
-            raise StageTapError("the store did not start; what it said is above")
+            raise StageTapError(f"the store did not start: {_last_words(log)}")
         yield json.loads(line)
 
 
 @contextmanager
-def _consumer(uri: str, reference: Path) -> Iterator[subprocess.Popen[str]]:
+def _consumer(uri: str, reference: Path, log: Path) -> Iterator[subprocess.Popen[str]]:
     module = "stagetap.cli.demo_consumer"
     command = [sys.executable, "-m", module, uri, str(reference), str(len(PROMPTS))]
-    with _running(command) as child:
+    with _running(command, log) as child:
         yield child
 
 
-def _found(consumer: subprocess.Popen[str]) -> dict[str, Any]:
+def _found(consumer: subprocess.Popen[str], log: Path) -> dict[str, Any]:
     """What the consumer says when it is done. Raises StageTapError."""
     try:
         said, _ = consumer.communicate(timeout=_CONSUMER_SECONDS)
     except subprocess.TimeoutExpired:
         raise StageTapError(
-            f"the consumer has not ended {_CONSUMER_SECONDS:g} s after the capture"
+            f"the consumer has not ended {_CONSUMER_SECONDS:g} s after the capture: "
+            f"{_last_words(log)}"
         ) from None
     if consumer.returncode:
         raise StageTapError(
-            f"the consumer ended with exit code {consumer.returncode}; what it said is above"
+            f"the consumer ended with exit code {consumer.returncode}: {_last_words(log)}"
         )
     return dict(json.loads(said))
 
 
 @contextmanager
-def _running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """A child that is ended with the body, however that ends."""
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+def _running(command: list[str], log: Path) -> Iterator[subprocess.Popen[str]]:
+    """A child that is ended with the body, however that ends. ``log``: where its stderr goes."""
+    with log.open("wb") as errors:
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
     try:
         yield child
     finally:
@@ -116,5 +124,6 @@ def _running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
             child.wait()
 
 
-def _stagetap() -> list[str]:
-    return [sys.executable, "-m", "stagetap"]
+def _last_words(log: Path) -> str:
+    lines = log.read_text("utf-8", "replace").strip().splitlines()
+    return lines[-1] if lines else "it said nothing"
