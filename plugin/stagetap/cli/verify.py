@@ -35,8 +35,12 @@ def verify_command(
     as_json: JsonOption = False,
 ) -> None:
     """Check that every committed sample is whole. Exit code 1 when one is not."""
+    from stagetap.stores.mooncake_uri import is_mooncake
+    from stagetap.stores.mooncake_verify import SETTLE_SECONDS
     from stagetap.stores.verify import verify
 
+    if gc and is_mooncake(uri):
+        notes().print(f"what is left over is looked at again after {SETTLE_SECONDS:.0f} s")
     with Progress(console=notes(), transient=True) as progress:
         task = progress.add_task("verifying", total=None)
         report = verify(

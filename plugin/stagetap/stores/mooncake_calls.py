@@ -93,16 +93,26 @@ class BoundedCalls:
 
         Raises CallTimeout after `timeout_s`, StoreError when too many earlier calls hang.
         """
+        return self.start(call, timeout_s, what, path)()
+
+    def start(
+        self, call: Callable[[], Result], timeout_s: float, what: str, path: str | None = None
+    ) -> Callable[[], Result]:
+        """As `run`, but do not wait: what is returned does, `timeout_s` from then on."""
         task = _Task(call)
         self._inbox(what, path).put(task)
-        if not task.returned.wait(timeout_s):
-            raise CallTimeout(
-                f"{what} took longer than {timeout_s:g} s and has not ended: is the store alive "
-                "and the network up?",
-                path=path,
-                returned=task.returned,
-            )
-        return task.outcome()
+
+        def outcome() -> Result:
+            if not task.returned.wait(timeout_s):
+                raise CallTimeout(
+                    f"{what} took longer than {timeout_s:g} s and has not ended: is the store "
+                    "alive and the network up?",
+                    path=path,
+                    returned=task.returned,
+                )
+            return task.outcome()
+
+        return outcome
 
     def end(self, timeout_s: float) -> bool:
         """Take no more calls, and wait for those that run; whether all returned in time."""

@@ -194,15 +194,25 @@ class MooncakeClient:
 
     def exist(self, keys: Sequence[str]) -> list[bool]:
         """Which of the keys hold an object. Asking gives those a lease. Raises StatusError."""
-        if not keys:
-            return []
-        codes = self._ask(
-            lambda: self._store.batch_is_exist(list(keys)), f"look for {keys[0]}", keys[0]
+        return self.ask_exist(keys)() if keys else []
+
+    def ask_exist(self, keys: Sequence[str]) -> Callable[[], list[bool]]:
+        """As `exist`, but do not wait: what is returned does. Raises StatusError, both times."""
+        answer = self._start(
+            lambda: self._store.batch_is_exist(list(keys)),
+            self.options.rpc_timeout,
+            f"look for {keys[0]}",
+            keys[0],
         )
-        for key, code in zip(keys, codes, strict=True):
-            if code < 0:
-                raise failure("look for", key, code)
-        return [code == 1 for code in codes]
+
+        def exist() -> list[bool]:
+            codes = answer()
+            for key, code in zip(keys, codes, strict=True):
+                if code < 0:
+                    raise failure("look for", key, code)
+            return [code == 1 for code in codes]
+
+        return exist
 
     def size(self, key: str) -> int | None:
         """Bytes of an object; None when there is none. Raises StatusError."""
@@ -371,6 +381,16 @@ class MooncakeClient:
         path: str | None = None,
         keep: object = None,
     ) -> Result:
+        return self._start(call, timeout_s, what, path, keep)()
+
+    def _start(
+        self,
+        call: Callable[[], Result],
+        timeout_s: float,
+        what: str,
+        path: str | None = None,
+        keep: object = None,
+    ) -> Callable[[], Result]:
         if os.getpid() != self._pid:
             raise StoreError(
                 f"mooncake: {what}: this client was opened before a fork: open one here"
@@ -383,7 +403,7 @@ class MooncakeClient:
             _ = held
             return call()
 
-        return self._calls.run(holding, timeout_s, f"mooncake: {what}", path)
+        return self._calls.start(holding, timeout_s, f"mooncake: {what}", path)
 
 
 def _check_devices(options: MooncakeOptions) -> None:

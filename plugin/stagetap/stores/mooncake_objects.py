@@ -69,6 +69,9 @@ class Objects(Protocol):
     def exist(self, keys: Sequence[str]) -> list[bool]:
         """Which of the keys hold an object. Raises StoreError."""
 
+    def ask_exist(self, keys: Sequence[str]) -> Callable[[], list[bool]]:
+        """As `exist`, but do not wait: what is returned does. Raises StoreError, both times."""
+
     def size(self, key: str) -> int | None:
         """Bytes of an object; None when there is none. Raises StoreError."""
 

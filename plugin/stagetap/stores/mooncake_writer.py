@@ -1,7 +1,7 @@
 """The worker's side of the Mooncake store: fragments straight from where their rows are."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -40,7 +40,7 @@ class MooncakeStoreWriter:
         self._registered.append(address)
 
     def open_fragment(self, header: FragmentHeader) -> FragmentWriter:
-        """Start a fragment. Raises StoreError, also for an attempt id that was used before."""
+        """Start a fragment. Raises StoreError; its first `write` for an attempt used before."""
         if header.ref.run_id != self._run_id:
             raise StoreError(
                 f"a fragment of run {header.ref.run_id!r} cannot go to run {self._run_id!r}: give "
@@ -82,12 +82,10 @@ class MooncakeFragmentWriter:
         self._first_bytes: int | None = None
         self._parts: list[str] = []
         self._tried: list[str] = []  # what abort has to remove
-        if any(objects.exist([self._path, part_key(self._path, 0), input_ids_key(self._path)])):
-            # A put would be ignored, and the commit would name what others have stored.
-            raise StoreError(
-                f"{self._path} exists already: an attempt id was used twice; use a fresh one",
-                path=self._path,
-            )
+        # What must not be there: a put would be ignored, and a commit name what others have stored.
+        # The answer comes while the first rows are prepared.
+        keys = [self._path, part_key(self._path, 0), input_ids_key(self._path)]
+        self._exist: Callable[[], list[bool]] | None = objects.ask_exist(keys)
         self._ids = ids  # until they are put, together with the first rows
 
     def write(self, pieces: Sequence[memoryview]) -> None:
@@ -100,6 +98,9 @@ class MooncakeFragmentWriter:
         self._missing_bytes -= size
         if self._missing_bytes < 0:
             raise self._wrong(f"{-self._missing_bytes} bytes more than its shape says")
+        if self._exist is not None:
+            self._check_fresh(self._exist)
+            self._exist = None
         if self._first_bytes is None:
             self._first_bytes = size
         if size > self._first_bytes or (size < self._first_bytes and self._missing_bytes):
@@ -128,6 +129,13 @@ class MooncakeFragmentWriter:
     def abort(self) -> None:
         """Remove all that was put. Nobody can be reading it. Raises StoreError."""
         self._objects.remove(self._tried, force=True)
+
+    def _check_fresh(self, exist: Callable[[], list[bool]]) -> None:
+        if any(exist()):
+            raise StoreError(
+                f"{self._path} exists already: an attempt id was used twice; use a fresh one",
+                path=self._path,
+            )
 
     def _put(self, objects: Sequence[Placed]) -> None:
         try:

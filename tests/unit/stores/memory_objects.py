@@ -70,6 +70,10 @@ class MemoryObjects:
     def exist(self, keys: Sequence[str]) -> list[bool]:
         return [self.get(key) is not None for key in keys]
 
+    def ask_exist(self, keys: Sequence[str]) -> Callable[[], list[bool]]:
+        found = self.exist(keys)
+        return lambda: found
+
     def size(self, key: str) -> int | None:
         data = self.get(key)
         return None if data is None else len(data)
