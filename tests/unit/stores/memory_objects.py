@@ -33,7 +33,7 @@ class MemoryObjects:
 
     def put(self, key: str, data: bytes) -> None:
         self.before("put", key)
-        stored = sum(map(len, self.master.objects.values()))
+        stored = sum(map(len, list(self.master.objects.values())))  # others may put meanwhile
         if key not in self.master.objects:
             if stored + len(data) > self.master.room_bytes:
                 raise StoreFull(f"no room for {key}")
