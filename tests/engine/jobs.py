@@ -197,15 +197,13 @@ def take_boundary(worker: Any) -> list[dict[str, Any]]:
 
 
 def tap_pages(worker: Any) -> list[int]:
-    """In a worker: taps and width of its tap cache, and how many such caches it has."""
-    from stagetap.engine.capture import TapCacheLayer
+    """In a worker: in how many layers vLLM keeps its tap cache, and taps and width of a row."""
+    from stagetap.engine.capture import installed_capture
+    from stagetap.engine.capture.cache import TapStripe
 
-    layers = [
-        layer
-        for layer in worker.vllm_config.compilation_config.static_forward_context.values()
-        if isinstance(layer, TapCacheLayer)
-    ]
-    return [len(layers), layers[0].kv_cache.shape[1], layers[0].kv_cache.shape[3]]
+    layers = worker.vllm_config.compilation_config.static_forward_context.values()
+    count = sum(isinstance(layer, TapStripe) for layer in layers)
+    return [count, *installed_capture(worker.vllm_config).cache.pages().row]
 
 
 def plain_generation(

@@ -18,11 +18,11 @@ def accounting(session: CaptureSession) -> list[dict[str, Any]]:
 def worker_accounting(worker: Any) -> dict[str, Any]:
     """In a worker: bytes of its parameters, and of one token in each of its cache layers."""
     from stagetap.engine.budget import measured_budget
-    from stagetap.engine.capture import TapCacheLayer
+    from stagetap.engine.capture import installed_capture
 
     specs = worker.model_runner.get_kv_cache_spec()
-    context = worker.vllm_config.compilation_config.static_forward_context
-    taps = {name: one for name, one in context.items() if isinstance(one, TapCacheLayer)}
+    cache = installed_capture(worker.vllm_config).cache
+    taps = () if cache is None else cache.layer_names
     per_token = {name: spec.page_size_bytes / spec.block_size for name, spec in specs.items()}
     budget = measured_budget(
         worker.vllm_config, worker.model_runner.get_model(), specs, available_bytes=0
@@ -34,10 +34,8 @@ def worker_accounting(worker: Any) -> dict[str, Any]:
         "weight_bytes": _parameter_bytes(worker.vllm_config),
         "kv_token_bytes": sum(size for name, size in per_token.items() if name not in taps),
         "tap_token_bytes": sum(per_token[name] for name in taps),
-        "capture_bytes": sum(
-            layer.buffer.numel() * layer.buffer.element_size() for layer in taps.values()
-        ),
-        "layer_ids": [k for layer in taps.values() for k in layer.taps.layer_ids],
+        "capture_bytes": 0 if cache is None else cache.buffer.nbytes,
+        "layer_ids": [] if cache is None else list(cache.taps.layer_ids),
         "batched_tokens": worker.vllm_config.scheduler_config.max_num_batched_tokens,
         # What the advice about partitions rests on, per token.
         "budget_layers": [size / block_size for size in budget.layer_block_bytes],

@@ -39,7 +39,7 @@ def try_on_worker(worker: Any, way: str) -> str | None:
     """In a worker: choose this stage's hooks, change them, and ask the self-check."""
     from vllm.distributed.parallel_state import get_pp_group
 
-    from stagetap.engine.capture import TapCacheLayer, hook, self_check
+    from stagetap.engine.capture import TapCache, hook, self_check
     from stagetap.errors import Refused
     from stagetap.taps import StageTaps
 
@@ -51,12 +51,12 @@ def try_on_worker(worker: Any, way: str) -> str | None:
     if stage == 1:
         plans = changed(plans, decoder, way)
     taps = StageTaps(decoder.start, decoder.end, ids)
-    layer = TapCacheLayer(worker.vllm_config, taps, f"stagetap.{way}.{100 + stage}")
-    handles = hook(plans, layer)
+    cache = TapCache(worker.vllm_config, taps)
+    handles = hook(plans, cache)
     if stage == 1 and way == "remove":
         handles[1].remove()
     try:
-        check.prove(plans, layer)
+        check.prove(plans, cache)
     except Refused as refused:
         return str(refused)
     finally:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagetap.engine.pages import page_pieces, page_reader, row_pages, spanned_memory
+from stagetap.engine.pages import TapPages, page_pieces, page_reader, row_pages, spanned_memory
 
 
 def caches(block_size: int) -> list[torch.Tensor]:
@@ -62,6 +62,40 @@ def test_pages_that_follow_each_other_are_one_piece() -> None:
 def test_a_page_whose_bytes_lie_apart_is_no_page() -> None:
     with pytest.raises(ValueError, match=r"pages of shape \(2, 4, 3\) have strides"):
         row_pages(torch.zeros(5, 2, 4, 6)[..., :3])
+
+
+@given(st.data())
+def test_rows_in_stripes_are_read_as_they_were_written(data: st.DataObject) -> None:
+    """However many stripes a row is cut into, and however full the last one is."""
+    taps, hidden = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 7))
+    stripes = data.draw(st.integers(1, taps * hidden))
+    width = -(-taps * hidden // stripes)
+    stripes = -(-taps * hidden // width)
+    block_size = data.draw(st.integers(1, 5))
+    pages = TapPages.of(
+        [torch.full((30, 1, block_size, width), -1.0) for _ in range(stripes)], (taps, hidden)
+    )
+    count = data.draw(st.integers(1, 20))
+    block_ids = data.draw(st.permutations(range(1, 30)))
+    rows = torch.arange(count * taps * hidden, dtype=torch.float32).view(count, taps, hidden)
+    slots = [block_ids[row // block_size] * block_size + row % block_size for row in range(count)]
+    pages.write(torch.tensor(slots), rows)
+    start = data.draw(st.integers(0, count - 1))
+    end = data.draw(st.integers(start + 1, count))
+    out = torch.empty(end - start, taps, hidden)
+    pages.reader(block_ids)(start, end, out)
+    assert torch.equal(out, rows[start:end])
+    assert (pages.whole_rows is None) == (stripes > 1 or taps > 1)
+
+
+def test_a_cache_of_whole_rows_is_told_from_stripes() -> None:
+    caches = [torch.zeros(4, 2, 5, 3)]
+    whole = TapPages.of(caches, (2, 3)).whole_rows
+    assert whole is not None
+    assert whole.shape == (4, 5, 2, 3)
+    for wrong in ([torch.zeros(4, 2, 5, 4)], caches * 2, [torch.zeros(4, 1, 5, 3)] * 3):
+        with pytest.raises(ValueError, match=r"hold no \(2, 3\)"):
+            TapPages.of(wrong, (2, 3))
 
 
 @pytest.mark.gpu

@@ -1,8 +1,8 @@
 """What capture costs of the KV cache, measured at the start of an engine with it and without it.
 
 A tap is ``hidden_size`` numbers a token, and no more may be charged for it. In models with several
-kinds of attention vLLM pads pages until all groups of layers share one size: there a tap cache can
-cost many times its bytes, and only the capacity that is left at the end tells.
+kinds of attention groups of layers share blocks of one size: there a tap cache can cost many times
+its bytes, and only the capacity that is left at the end tells.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from stagetap.equivalence.partition import owners, stage_layers
 MAX_LEN = 16384
 """Tokens of the request that capacity is counted in: long, so that no block is rounded up much."""
 
-MEMORY_BYTES = 256 * 1024 * 1024
+MEMORY_BYTES = 1024**3
+"""What every worker has for its caches: on CPU, VLLM_CPU_KVCACHE_SPACE alone says that."""
+
 ITEM_BYTES = 2  # of bfloat16
 
 
@@ -65,7 +67,6 @@ def measure(checkpoint: Path, layers: Sequence[int], pp: int, store: Path) -> Ca
     """
     config = json.loads((checkpoint / "config.json").read_text("utf-8"))
     engine_args = {
-        "kv_cache_memory_bytes": MEMORY_BYTES,
         "max_model_len": MAX_LEN,
         "max_num_seqs": 4,
         "enable_prefix_caching": False,
@@ -96,6 +97,7 @@ def tokens_with_capture(session: Any) -> int:
 def tokens_without_capture(model: str, pp: int, engine_args: dict[str, Any]) -> int:
     """Job in a child: what an engine without StageTap has room for."""
     os.environ.update(engine_environment(pp, 1))
+    assert int(os.environ["VLLM_CPU_KVCACHE_SPACE"]) * 1024**3 == MEMORY_BYTES
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 

@@ -131,10 +131,12 @@ ROWS = (
     Row("llama", pp=3),
     Row("granite", pp=3),
     Row("gemma3", pp=3),
+    # Pages of the tap cache then hold any number of tokens.
+    Row("gemma3", options="no prefix cache", engine_args={"enable_prefix_caching": False}),
     Row("llama-int8", options="int8 weights"),
     Row("llama", dtype="float16"),
-    # With rounding, a token that goes to another expert hides how right the others are. (Qwen3-Next's
-    # linear attention is built for bfloat16 alone on CPU.)
+    # With rounding, a token that goes to another expert hides how right the others are. On CPU the
+    # linear attention of Qwen3-Next is built for bfloat16 alone.
     *(Row(name, **_FP32) for name in ("llama", "gpt-oss", "deepseek-v3")),
     Row("llama", options="fp8 KV cache", engine_args={"kv_cache_dtype": "fp8"}),
     Row("llama", tp=2),

@@ -55,12 +55,14 @@ def measured_budget(
     weights, blocks = dict.fromkeys(own, 0), dict.fromkeys(own, 0)
     given = current_platform.is_cpu() or vllm_config.cache_config.kv_cache_memory_bytes is not None
     tap_block = tap_fixed = 0
-    if capture.layer is not None:
+    tap_layers: tuple[str, ...] = ()
+    if capture.cache is not None:
         taps = len(capture.taps.layer_ids)
-        tap_block = cache_specs[capture.layer.layer_name].page_size_bytes // taps
-        tap_fixed = 0 if given else _bytes(capture.layer.buffer) // taps
+        tap_layers = capture.cache.layer_names
+        tap_block = sum(cache_specs[name].page_size_bytes for name in tap_layers) // taps
+        tap_fixed = 0 if given else _bytes(capture.cache.buffer) // taps
     for name, spec in cache_specs.items():
-        if capture.layer is not None and name == capture.layer.layer_name:
+        if name in tap_layers:
             continue
         if (index := _layer_index(name)) not in blocks:
             return None  # a cache that is no decoder layer's: advice is no reason to guess

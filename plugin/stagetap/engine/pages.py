@@ -3,17 +3,113 @@
 vLLM moves and counts pages, and never looks into one of ours. So what a page looks like inside is
 ours to say: rows [L, H] in token order, which is how a fragment stores them. A range of tokens is
 then a few pieces of memory that can be copied, or stored, as they are.
+
+Where a block of vLLM's has several pages, as in models with several kinds of attention, rows are
+cut into as many stripes of columns: what belongs together then lies apart, and is copied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 Gather = Callable[[int, int, torch.Tensor], None]
 Pieces = Callable[[int, int], list[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class TapPages:
+    """The pages of one stage's tap cache.
+
+    Attributes:
+        stripes: pages of rows, ``[num_blocks, block_size, L, H]`` when it is one, else
+            ``[num_blocks, block_size, 1, width]`` each: consecutive columns of the flattened row.
+        row: ``(L, H)``.
+    """
+
+    stripes: tuple[torch.Tensor, ...]
+    row: tuple[int, int]
+
+    @classmethod
+    def of(cls, caches: Sequence[torch.Tensor], row: tuple[int, int]) -> TapPages:
+        """Views of what vLLM made, ``[num_blocks, heads, block_size, head_size]`` each.
+
+        Raises:
+            ValueError: the shapes are not those of ``row``, or a page's bytes lie apart.
+        """
+        stripes = tuple(map(row_pages, caches))
+        shapes = {tuple(stripe.shape[2:]) for stripe in stripes}
+        whole = shapes == {row} and len(stripes) == 1
+        if not whole and (len(shapes) != 1 or not _covers(shapes.pop(), len(stripes), row)):
+            raise ValueError(f"pages of shapes {[tuple(c.shape) for c in caches]} hold no {row}")
+        return cls(stripes, row)
+
+    @property
+    def whole_rows(self) -> torch.Tensor | None:
+        """``[num_blocks, block_size, L, H]``, unless rows are cut into stripes."""
+        (first, *rest) = self.stripes
+        return None if rest or tuple(first.shape[2:]) != self.row else first
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a page."""
+        return self.stripes[0].shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all pages."""
+        return sum(stripe.numel() * stripe.element_size() for stripe in self.stripes)
+
+    def write(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        """Put the rows of a step where they belong.
+
+        Args:
+            slots: ``[T]``, none negative.
+            rows: ``[T, L, H]``.
+        """
+        pages, places = slots // self.block_size, slots % self.block_size
+        if (whole := self.whole_rows) is not None:
+            whole[pages, places] = rows
+            return
+        flat = rows.reshape(len(rows), 1, -1)
+        for stripe, start, end in self._columns():
+            stripe[pages, places, :, : end - start] = flat[..., start:end]
+
+    def reader(self, block_ids: Sequence[int]) -> Gather:
+        """A function that copies rows of one request into a host buffer, see :func:`page_reader`.
+
+        Args:
+            block_ids: the request's blocks, in token order.
+        """
+        if (whole := self.whole_rows) is not None:
+            return page_reader(whole, block_ids)
+        readers = [
+            (page_reader(stripe[..., : end - start], block_ids), start, end)
+            for stripe, start, end in self._columns()
+        ]
+
+        def gather(start: int, end: int, out: torch.Tensor) -> None:
+            flat = out.view(end - start, 1, -1)
+            for read, first, last in readers:
+                read(start, end, flat[..., first:last])
+
+        return gather
+
+    def _columns(self) -> Iterator[tuple[torch.Tensor, int, int]]:
+        """Each stripe with the columns of the flattened row that it holds."""
+        width = self.stripes[0].shape[3]
+        total = self.row[0] * self.row[1]
+        for number, stripe in enumerate(self.stripes):
+            yield stripe, number * width, min((number + 1) * width, total)
+
+
+def _covers(shape: tuple[int, ...], stripes: int, row: tuple[int, int]) -> bool:
+    """Whether so many stripes of that shape hold a row, and none is empty."""
+    heads, width = shape
+    return heads == 1 and (stripes - 1) * width < row[0] * row[1] <= stripes * width
 
 
 def row_pages(cache: torch.Tensor) -> torch.Tensor:

@@ -11,11 +11,12 @@ from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_paral
 from vllm.logger import init_logger
 
 from stagetap.engine.budget import noted_budget
-from stagetap.engine.capture import TapCacheLayer, installed_capture
+from stagetap.engine.capacity import capacity, without_layers
+from stagetap.engine.capture import TapCache, installed_capture
 from stagetap.engine.checkpoint import checkpoint_fingerprint
 from stagetap.engine.messages import SaveOrder, StepOrders, WorkerFacts, WorkerNews
 from stagetap.engine.metrics import FragmentOutcome, StageTapStats, StatsOutbox
-from stagetap.engine.pages import Gather, page_pieces, page_reader, row_pages, spanned_memory
+from stagetap.engine.pages import Gather, TapPages, page_pieces, spanned_memory
 from stagetap.engine.series import check_series
 from stagetap.errors import StoreError
 from stagetap.manifest import Layer
@@ -58,8 +59,8 @@ class WorkerSide:
         self._kv_cache_config = kv_cache_config
         self._stage: int = get_pp_group().rank_in_group
         self._capture = installed_capture(vllm_config)
-        self._layer = self._capture.layer
-        group = _cache_group(kv_cache_config, self._layer)
+        self._cache = self._capture.cache
+        group = _cache_group(kv_cache_config, self._cache)
         self._store = open_store_writer(options.store)
         self._facts = WorkerFacts(
             taps=self._capture.taps,
@@ -73,7 +74,7 @@ class WorkerSide:
             budget=noted_budget(vllm_config),
         )
         self._publisher: Publisher | None = None
-        if self._layer is not None and get_tensor_model_parallel_rank() == 0:
+        if self._cache is not None and get_tensor_model_parallel_rank() == 0:
             # Ranks of one tensor-parallel group hold equal taps: the first one writes.
             self._publisher = Publisher(
                 self._store,
@@ -89,7 +90,7 @@ class WorkerSide:
                 options.slot_bytes,
                 taps * self._facts.hidden_size * vllm_config.model_config.dtype.itemsize,
             )
-        self._pages = torch.empty(0)  # [num_blocks, block_size, L, H], set by register_pages
+        self._pages: TapPages | None = None  # set by register_pages
         self._stores_from_pages = False
         self.samples_nothing = False  # whether no request of this step wants a token
         self._request_ids: dict[SampleRef, str] = {}
@@ -111,7 +112,7 @@ class WorkerSide:
 
     def register_pages(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take this stage's tap cache out of vLLM's caches, and log what it costs."""
-        if self._layer is None:
+        if self._cache is None:
             logger.info(
                 "stagetap: stage %d (layers %d to %d) owns no tap",
                 self._stage,
@@ -119,31 +120,32 @@ class WorkerSide:
                 self._capture.taps.end - 1,
             )
             return
-        cache = kv_caches[self._layer.layer_name]
-        taps = len(self._capture.taps.layer_ids)
-        expected = (taps, self._facts.block_size, self._facts.hidden_size)
-        if cache.shape[1:] != expected:
+        row = (len(self._capture.taps.layer_ids), self._facts.hidden_size)
+        self._pages = TapPages.of([kv_caches[name] for name in self._cache.layer_names], row)
+        if self._pages.block_size != self._facts.block_size:
             raise RuntimeError(
-                f"stagetap: the tap cache of stage {self._stage} has pages of shape "
-                f"{tuple(cache.shape[1:])}, not {expected}"
+                f"stagetap: pages of the tap cache of stage {self._stage} hold "
+                f"{self._pages.block_size} tokens, and blocks {self._facts.block_size}"
             )
-        self._pages = row_pages(cache)
-        self._log_capacity()
+        self._log_capacity(self._cache, self._pages)
         if self._publisher is not None:
-            self._choose_source()
+            self._choose_source(self._pages)
 
-    def _choose_source(self) -> None:
+    def _choose_source(self, pages: TapPages) -> None:
         """Whether rows are stored from their pages, or through slots; told to the log."""
         why_not = None
+        rows = pages.whole_rows
         if self._options.direct_pages == "off":
             why_not = "direct_pages is off"
         elif not self._store.takes_pages:
             why_not = "this store waits for a disk"
-        elif self._pages.device.type != "cpu":
-            why_not = f"the pages are on {self._pages.device}"
+        elif rows is None:
+            why_not = f"rows lie in {len(pages.stripes)} stripes of columns"
+        elif rows.device.type != "cpu":
+            why_not = f"the pages are on {rows.device}"
         else:
             try:
-                self._store.use_memory(spanned_memory(self._pages))
+                self._store.use_memory(spanned_memory(rows))
             except StoreError as error:
                 why_not = str(error)
         self._stores_from_pages = why_not is None
@@ -153,22 +155,17 @@ class WorkerSide:
             "from its pages" if why_not is None else f"through slots: {why_not}",
         )
 
-    def _log_capacity(self) -> None:
-        num_blocks, block_size, _, _ = self._pages.shape
-        tap_bytes = self._pages.numel() * self._pages.element_size()
-        # Every tensor says the size of the one allocation that it lies in.
-        all_bytes = max(tensor.size for tensor in self._kv_cache_config.kv_cache_tensors)
-        with_taps = num_blocks * block_size
-        without = with_taps * all_bytes // max(all_bytes - tap_bytes, 1)
+    def _log_capacity(self, cache: TapCache, pages: TapPages) -> None:
+        config = self._kv_cache_config
+        plain = without_layers(self._config, config, cache.layer_names)
         logger.info(
-            "stagetap: stage %d captures taps %s: %.1f MiB of its %.1f MiB cache; KV capacity "
-            "%d tokens with capture, %d without",
+            "stagetap: stage %d captures taps %s: %.1f MiB for its tap cache; KV capacity of this "
+            "stage %d tokens with capture, %d without",
             self._stage,
             list(self._capture.taps.layer_ids),
-            tap_bytes / MIB,
-            all_bytes / MIB,
-            with_taps,
-            without,
+            pages.nbytes / MIB,
+            capacity(self._config, config),
+            capacity(self._config, plain),
         )
 
     def begin_step(self, orders: StepOrders) -> None:
@@ -203,29 +200,31 @@ class WorkerSide:
 
     def _job(self, order: SaveOrder) -> FragmentJob:
         assert self._facts.cache_group is not None
+        assert self._pages is not None
         block_ids = order.block_ids[self._facts.cache_group]
         taps = self._capture.taps.layer_ids
         total = self._config.model_config.get_total_num_hidden_layers()
+        rows = self._pages.whole_rows if self._stores_from_pages else None
         return FragmentJob(
             ref=order.ref,
             stage=self._stage,
             layers=tuple(Layer(id=k, role=role_of(k, total)) for k in taps),
-            dtype=self._pages.dtype,
+            dtype=self._pages.stripes[0].dtype,
             shape=(order.token_count, len(taps), self._facts.hidden_size),
             token_ids=order.token_ids if order.input_ids_stage == self._stage else None,
-            gather=self._reader(block_ids),
-            pieces=page_pieces(self._pages, block_ids) if self._stores_from_pages else None,
+            gather=self._reader(self._pages, block_ids),
+            pieces=None if rows is None else page_pieces(rows, block_ids),
         )
 
-    def _reader(self, block_ids: list[int]) -> Gather:
+    def _reader(self, pages: TapPages, block_ids: list[int]) -> Gather:
         """Reads a request's rows; on a device, where no step waits for it, checks them as well."""
-        read, layer = page_reader(self._pages, block_ids), self._layer
-        if layer is None or not self._pages.is_cuda:
+        read, cache = pages.reader(block_ids), self._cache
+        if cache is None or not pages.stripes[0].is_cuda:
             return read
 
         def checked(start: int, end: int, out: torch.Tensor) -> None:
             read(start, end, out)
-            layer.check()
+            cache.check()
 
         return checked
 
@@ -323,13 +322,13 @@ class WorkerSide:
             logger.error("stagetap: %s was still being written at shutdown; it is lost", ref)
 
 
-def _cache_group(kv_cache_config: KVCacheConfig, layer: TapCacheLayer | None) -> int | None:
-    """Index of the KV cache group that holds a layer; the same on the scheduler side."""
-    if layer is None:
+def _cache_group(kv_cache_config: KVCacheConfig, cache: TapCache | None) -> int | None:
+    """Index of the KV cache group that holds a tap cache; the same on the scheduler side."""
+    if cache is None:
         return None
     (group,) = (
         index
         for index, spec in enumerate(kv_cache_config.kv_cache_groups)
-        if layer.layer_name in spec.layer_names
+        if set(cache.layer_names) <= set(spec.layer_names)
     )
     return group

@@ -1,8 +1,8 @@
 """From the forward pass into this stage's tap cache.
 
-Every stage owns one cache layer, paged like the KV cache beside it, with one head per tap that the
-stage captures. Forward hooks keep each tap of a step in a fixed buffer, and after the step the rows
-go to their pages, so chunked prefill, cached prefixes and preemption need no thought of their own:
+Every stage owns one tap cache, paged like the KV cache beside it, for the taps that the stage
+captures. Forward hooks keep each tap of a step in a fixed buffer, and after the step the rows go to
+their pages, so chunked prefill, cached prefixes and preemption need no thought of their own:
 a token whose KV entries are there has its taps there.
 """
 
@@ -16,7 +16,7 @@ from torch import nn
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.logger import init_logger
 
-from stagetap.engine.capture.cache import TapCacheLayer
+from stagetap.engine.capture.cache import TapCache
 from stagetap.engine.capture.decoder import Decoder, find_decoder
 from stagetap.engine.capture.probe import ROWS, Probe
 from stagetap.engine.capture.self_check import SelfCheck, TapPlan, Verdict
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
     from vllm.config import VllmConfig
 
-__all__ = ["Capture", "TapCacheLayer", "install_capture", "installed_capture"]
+__all__ = ["Capture", "TapCache", "install_capture", "installed_capture"]
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own name
 
@@ -40,12 +40,12 @@ class Capture:
 
     Attributes:
         taps: the stage's layers and the ids in its columns.
-        layer: its cache; None when it owns no tap.
+        cache: where they are kept; None when it owns no tap.
         verdicts: what the self-check has proven, one for each tap.
     """
 
     taps: StageTaps
-    layer: TapCacheLayer | None = None
+    cache: TapCache | None = None
     verdicts: tuple[Verdict, ...] = ()
 
 
@@ -58,7 +58,7 @@ def install_capture(
     asked: Iterable[int],
     forward: Callable[[int], object],
 ) -> None:
-    """Find this stage's taps, hook them, prove the hooks, and add the tap cache layer.
+    """Find this stage's taps, hook them, prove the hooks, and make the tap cache.
 
     Args:
         model: as vLLM has loaded it.
@@ -102,11 +102,9 @@ def _install(
     if not taps.layer_ids:
         return Capture(taps)
     plans = check.choose(taps.layer_ids)
-    # vLLM orders cache layers by the integer in their name: stay above the decoder's own.
-    number = len(decoder.layers) + get_pp_group().rank_in_group
-    layer = TapCacheLayer(vllm_config, taps, f"stagetap.taps.{number}")
-    hook(plans, layer)
-    verdicts = check.prove(plans, layer)
+    cache = TapCache(vllm_config, taps)
+    hook(plans, cache)
+    verdicts = check.prove(plans, cache)
     for verdict in verdicts:
         logger.info(
             "stagetap: stage %d, tap %d: %s; equal to %s on random inputs",
@@ -115,7 +113,7 @@ def _install(
             verdict.captured,
             verdict.compared_with,
         )
-    return Capture(taps, layer, tuple(verdicts))
+    return Capture(taps, cache, tuple(verdicts))
 
 
 def self_check(
@@ -149,8 +147,8 @@ def self_check(
     return decoder, check
 
 
-def hook(plans: Iterable[TapPlan], layer: TapCacheLayer) -> list[RemovableHandle]:
-    """Let the forward pass fill the cache layer's columns."""
+def hook(plans: Iterable[TapPlan], cache: TapCache) -> list[RemovableHandle]:
+    """Let the forward pass fill the cache's columns."""
     return [
-        plan.site.tap(plan.parts, partial(layer.keep, column)) for column, plan in enumerate(plans)
+        plan.site.tap(plan.parts, partial(cache.keep, column)) for column, plan in enumerate(plans)
     ]

@@ -17,7 +17,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 
 from stagetap.engine.compat import is_quantized_kv_cache
 from stagetap.engine.invariant import BrokenInvariant
-from stagetap.engine.pages import row_pages
+from stagetap.engine.pages import TapPages
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -70,37 +70,54 @@ direct_register_custom_op(
 )
 
 
-class TapCacheLayer(CacheOnlyAttentionLayer):
-    """Pages for the taps of one stage: one head of ``hidden_size`` per tap, ascending ids.
+class TapStripe(CacheOnlyAttentionLayer):
+    """Some columns of a stage's tap cache: pages ``[heads, block_size, head_size]`` to vLLM."""
 
-    To vLLM a page is `[L, block_size, H]`; what is in it are rows, see `stagetap.engine.pages`.
+    def __init__(self, vllm_config: VllmConfig, heads: int, head_size: int, layer_name: str):
+        cache_config = vllm_config.cache_config
+        if is_quantized_kv_cache(cache_config.cache_dtype):
+            # Taps keep the model's dtype, whatever the KV cache is stored in.
+            cache_config = replace(cache_config, cache_dtype="auto")
+        with set_current_vllm_config(vllm_config):
+            super().__init__(
+                num_heads=heads,
+                head_size=head_size,
+                cache_config=cache_config,
+                prefix=layer_name,
+            )
+
+
+class TapCache:
+    """The taps of one stage: a buffer that a step fills, and pages that keep its rows.
 
     Attributes:
         taps: the stage's layers and the ids in its columns.
         buffer: ``[L, max_tokens, H]``, the rows of one step.
         counts: ``[L]``, how many rows each tap got in this step.
+        stripes: its layers in vLLM's cache, see :mod:`stagetap.engine.capture.stripes`; none
+            before vLLM asks for the caches of this worker.
     """
 
-    def __init__(self, vllm_config: VllmConfig, taps: StageTaps, layer_name: str):
-        cache_config = vllm_config.cache_config
-        if is_quantized_kv_cache(cache_config.cache_dtype):
-            # Taps keep the model's dtype, whatever the KV cache is stored in.
-            cache_config = replace(cache_config, cache_dtype="auto")
-        width = vllm_config.model_config.get_hidden_size()
-        with set_current_vllm_config(vllm_config):
-            super().__init__(
-                num_heads=len(taps.layer_ids),
-                head_size=width,
-                cache_config=cache_config,
-                prefix=layer_name,
-            )
+    def __init__(self, vllm_config: VllmConfig, taps: StageTaps):
         self.taps = taps
         device = vllm_config.device_config.device
         rows = vllm_config.scheduler_config.max_num_batched_tokens
         dtype = vllm_config.model_config.dtype
+        width = vllm_config.model_config.get_hidden_size()
         self.buffer = torch.zeros(len(taps.layer_ids), rows, width, dtype=dtype, device=device)
         self.counts = torch.zeros(len(taps.layer_ids), dtype=torch.int64, device=device)
+        self.stripes: tuple[TapStripe, ...] = ()
         self._wrong = torch.zeros((), dtype=torch.bool, device=device)
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """What vLLM calls its layers; they share one group, and so blocks and slots."""
+        return tuple(stripe.layer_name for stripe in self.stripes)
+
+    def pages(self) -> TapPages:
+        """Its memory, once vLLM has bound it."""
+        taps, _, width = self.buffer.shape
+        return TapPages.of([stripe.kv_cache for stripe in self.stripes], (taps, width))
 
     def keep(self, column: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Called from hooks in the forward pass; see :func:`keep_tap`."""
@@ -114,7 +131,7 @@ class TapCacheLayer(CacheOnlyAttentionLayer):
         """After a forward pass: every tap has all rows, which go to their pages.
 
         Args:
-            slots: vLLM's slot mapping of this layer, ``[num_tokens]``, padding included as -1.
+            slots: vLLM's slot mapping of this cache, ``[num_tokens]``, padding included as -1.
 
         Raises:
             BrokenInvariant: the model ran past a hook, or handed on something else than whole rows.
@@ -124,11 +141,8 @@ class TapCacheLayer(CacheOnlyAttentionLayer):
         self._wrong |= (self.counts != rows).any()
         if not self._wrong.is_cuda:
             self.check()
-        pages = row_pages(self.kv_cache)
-        block_size = pages.shape[1]
         # Padding goes to block 0, which vLLM never gives to a request.
-        slots = slots.clamp_min(0)
-        pages[slots // block_size, slots % block_size] = self.buffer[:, :rows].transpose(0, 1)
+        self.pages().write(slots.clamp_min(0), self.buffer[:, :rows].transpose(0, 1))
 
     def check(self) -> None:
         """Whether every step so far was captured; waits for the device.

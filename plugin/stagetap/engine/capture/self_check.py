@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from stagetap.engine.capture.cache import TapCacheLayer
+    from stagetap.engine.capture.cache import TapCache
     from stagetap.engine.capture.decoder import Decoder
     from stagetap.engine.capture.probe import Probe, Seen
 
@@ -109,7 +109,7 @@ class SelfCheck:
             for layer_id, reference, seen in self._references(tuple(layer_ids), CHOOSING)
         ]
 
-    def prove(self, plans: Iterable[TapPlan], layer: TapCacheLayer) -> list[Verdict]:
+    def prove(self, plans: Iterable[TapPlan], cache: TapCache) -> list[Verdict]:
         """Compare what the installed hooks store with what it must be.
 
         Raises:
@@ -118,16 +118,16 @@ class SelfCheck:
         by_id = {plan.layer_id: plan for plan in plans}
         verdicts = []
         for layer_id, reference, _ in self._references(
-            layer.taps.layer_ids, PROVING, before=layer.begin_step
+            cache.taps.layer_ids, PROVING, before=cache.begin_step
         ):
-            column = layer.taps.layer_ids.index(layer_id)
+            column = cache.taps.layer_ids.index(layer_id)
             rows = reference.value.shape[0]
-            captured = layer.buffer[column, :rows]
-            if layer.counts[column] != rows or not same_bits(captured, reference.value):
+            captured = cache.buffer[column, :rows]
+            if cache.counts[column] != rows or not same_bits(captured, reference.value):
                 raise self._refused(
                     layer_id,
                     f"what StageTap captures ({by_id[layer_id].describe()}, "
-                    f"{int(layer.counts[column])} rows) is not {reference.seen} "
+                    f"{int(cache.counts[column])} rows) is not {reference.seen} "
                     f"({_shape(reference.value)})",
                 )
             verdicts.append(

@@ -12,6 +12,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from stagetap.engine.budget import note_budget
 from stagetap.engine.capture import install_capture, installed_capture
+from stagetap.engine.capture.stripes import lay_out
 from stagetap.engine.configure import options_of
 from stagetap.engine.connector import stagetap_connector
 from stagetap.engine.invariant import end_worker
@@ -21,6 +22,7 @@ from stagetap.errors import Refused
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheSpec
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.worker.gpu.model_runner import ExecuteModelState, GPUModelRunner
 
@@ -52,6 +54,7 @@ class CapturesTaps:
 
     vllm_config: Any
     model_runner: GPUModelRunner
+    _laid_out = False
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model as vLLM does, then hook it and prove the hooks.
@@ -68,6 +71,16 @@ class CapturesTaps:
                 options_of(self.vllm_config).layers,
                 self._run_dummy_tokens,
             )
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """As vLLM, with the tap cache laid out first; vLLM asks all workers at once."""
+        if not self._laid_out:
+            own = super().get_kv_cache_spec()  # type: ignore[misc]
+            layouts = self.get_supported_kv_cache_layouts()  # type: ignore[attr-defined]
+            lay_out(installed_capture(self.vllm_config).cache, self.vllm_config, own, layouts)
+            self._laid_out = True
+        specs: dict[str, KVCacheSpec] = super().get_kv_cache_spec()  # type: ignore[misc]
+        return specs
 
     def _run_dummy_tokens(self, count: int) -> None:
         """A forward pass as vLLM's first profiling run makes it: no caches exist yet."""
@@ -100,15 +113,15 @@ class CapturesTaps:
         self, scheduler_output: SchedulerOutput
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
         """Run the step, and put its taps into their pages."""
-        layer = installed_capture(self.vllm_config).layer
+        cache = installed_capture(self.vllm_config).cache
         with torch.inference_mode():
-            if layer is not None:
-                layer.begin_step()
+            if cache is not None:
+                cache.begin_step()
             output: ModelRunnerOutput | AsyncModelRunnerOutput | None
             output = super().execute_model(scheduler_output)  # type: ignore[misc]
-            if layer is not None and scheduler_output.total_num_scheduled_tokens:
+            if cache is not None and scheduler_output.total_num_scheduled_tokens:
                 slots = self.model_runner.execute_model_state.slot_mappings_by_layer
-                layer.end_step(slots[layer.layer_name])
+                cache.end_step(slots[cache.layer_names[0]])
         return output
 
     def sample_tokens(

@@ -1,0 +1,119 @@
+"""How a stage's tap cache shares vLLM's blocks with the model's own caches.
+
+All caches of a worker share one pool of blocks. In a model whose layers are alike a block has a
+page for each of them, and one for the taps. With several kinds of attention, layers stand in groups
+with blocks of their own, and a block has a page for each layer of the largest group: a tap cache of
+one layer would fill one page of a block and pay for all. So it is cut into as many stripes of
+columns as this stage's blocks have pages, and the stripes of all stages are one group.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.distributed.parallel_state import get_pp_group
+from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
+from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, UniformTypeKVCacheSpecs
+
+from stagetap.engine.capture.cache import TapStripe
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+    from stagetap.engine.capture.cache import TapCache
+
+TAPS = "stagetap.taps"
+
+
+@dataclass(frozen=True)
+class StageCaches:
+    """What a stage must know of another.
+
+    Attributes:
+        specs: of the model's own cache layers, by name.
+        layouts: what its attention supports, most preferred first.
+        row: numbers in the taps of one token, 0 for a stage without taps.
+    """
+
+    specs: Mapping[str, KVCacheSpec]
+    layouts: Sequence[str]
+    row: int
+
+
+def lay_out(
+    cache: TapCache | None,
+    vllm_config: VllmConfig,
+    specs: Mapping[str, KVCacheSpec],
+    layouts: Sequence[str],
+) -> None:
+    """Give a stage's tap cache its layers in vLLM's cache. All stages call this at once.
+
+    Args:
+        cache: of this stage; None without taps.
+        vllm_config: the engine's.
+        specs: of the model's own caches on this stage.
+        layouts: what ``get_supported_kv_cache_layouts`` of its worker says.
+    """
+    group = get_pp_group()
+    row = 0 if cache is None else cache.buffer.shape[0] * cache.buffer.shape[2]
+    stages = [StageCaches({}, (), 0)] * group.world_size
+    own = StageCaches(dict(specs), tuple(layouts), row)
+    torch.distributed.all_gather_object(stages, own, group=group.cpu_group)
+    if cache is None:
+        return
+    # vLLM orders cache layers by the integer in their name: stay above the decoder's own.
+    first = vllm_config.model_config.get_total_num_hidden_layers()
+    stage: int = group.rank_in_group
+    pages = pages_of_a_block(vllm_config, stages)
+    if pages is None:
+        taps, _, width = cache.buffer.shape
+        cache.stripes = (TapStripe(vllm_config, taps, width, f"{TAPS}.{first + stage}"),)
+        return
+    counts, width = cut([each.row for each in stages], pages)
+    first += sum(counts[:stage])
+    cache.stripes = tuple(
+        TapStripe(vllm_config, 1, width, f"{TAPS}.{first + number}")
+        for number in range(counts[stage])
+    )
+
+
+def pages_of_a_block(
+    vllm_config: VllmConfig, stages: Sequence[StageCaches]
+) -> tuple[int, ...] | None:
+    """How many pages a block has on each stage; None where vLLM puts all layers into one group."""
+    config = copy.copy(vllm_config)
+    config.cache_config = copy.copy(vllm_config.cache_config)
+    merged = {name: spec for stage in stages for name, spec in stage.specs.items()}
+    merged[TAPS] = HiddenStateCacheSpec(
+        block_size=config.cache_config.block_size,
+        num_kv_heads=1,
+        head_size=max(stage.row for stage in stages),
+        dtype=config.model_config.dtype,
+    )
+    if UniformTypeKVCacheSpecs.from_specs(merged) is not None:
+        return None
+    # vLLM's engine core resolves it in the same way, after this.
+    resolve_kv_cache_layout(config, [list(each.layouts) for each in stages], merged.values())
+    groups = get_kv_cache_groups(config, merged)
+    return tuple(
+        max(sum(name in stage.specs for name in group.layer_names) for group in groups)
+        for stage in stages
+    )
+
+
+def cut(rows: Sequence[int], pages: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """How many stripes each stage has, and the columns of one: the same on all, as blocks are.
+
+    Args:
+        rows: numbers in the taps of one token, by stage; one at least is not 0.
+        pages: of a block, by stage.
+    """
+    width = max(-(-row // max(count, 1)) for row, count in zip(rows, pages, strict=True))
+    return tuple(-(-row // width) for row in rows), width
