@@ -42,6 +42,18 @@ def test_results_and_errors_come_back(calls: BoundedCalls) -> None:
     assert calls.running == 0
 
 
+def test_what_was_started_is_waited_for_later(calls: BoundedCalls, hang: threading.Event) -> None:
+    answer = calls.start(hang.wait, 0.1, "look for k", "k")
+    assert calls.running == 1
+    with pytest.raises(CallTimeout, match=r"look for k took longer than 0\.1 s"):
+        answer()
+    hang.set()
+    assert answer() is True, "it has returned since"
+    failing = calls.start(lambda: 1 // 0, 1.0, "divide")
+    with pytest.raises(ZeroDivisionError):
+        failing()
+
+
 def test_a_hanging_call_is_reported_in_time_and_named(
     calls: BoundedCalls, hang: threading.Event
 ) -> None:
