@@ -59,6 +59,12 @@ def test_pages_that_follow_each_other_are_one_piece() -> None:
     assert [len(piece) for piece in page_pieces(apart, [3, 4, 5])(1, 11)] == [3, 4, 3]
 
 
+def test_how_one_tap_is_strided_means_nothing() -> None:
+    cache = torch.zeros(5, 4, 3).as_strided((5, 1, 4, 3), (12, 99, 3, 1))
+    assert row_pages(cache).is_contiguous()
+    assert row_pages(cache).shape == (5, 4, 1, 3)
+
+
 def test_a_page_whose_bytes_lie_apart_is_no_page() -> None:
     with pytest.raises(ValueError, match=r"pages of shape \(2, 4, 3\) have strides"):
         row_pages(torch.zeros(5, 2, 4, 6)[..., :3])

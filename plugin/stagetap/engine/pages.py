@@ -123,9 +123,9 @@ def row_pages(cache: torch.Tensor) -> torch.Tensor:
         ValueError: the bytes of one page do not lie together.
     """
     blocks, taps, block_size, hidden = cache.shape
-    inner = cache.stride()[1:]
-    if inner not in ((block_size * hidden, hidden, 1), (hidden, taps * hidden, 1)):
-        raise ValueError(f"pages of shape {tuple(cache.shape[1:])} have strides {inner}")
+    page = cache[0]
+    if not (page.is_contiguous() or page.transpose(0, 1).is_contiguous()):
+        raise ValueError(f"pages of shape {tuple(page.shape)} have strides {page.stride()}")
     return cache.as_strided(
         (blocks, block_size, taps, hidden), (cache.stride(0), taps * hidden, hidden, 1)
     )
