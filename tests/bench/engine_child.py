@@ -152,12 +152,10 @@ def tap_cache(worker: Any) -> dict[str, Any]:
     from stagetap.engine.connector import stagetap_connector
 
     side = stagetap_connector(get_kv_transfer_group()).worker_side
-    pages = side._pages  # [num_blocks, block_size, L, H]
     taps = list(side._capture.taps.layer_ids)
     if not taps:
         return {"taps": [], "bytes_per_token": 0}
-    tokens = pages.shape[0] * pages.shape[1]
-    return {"taps": taps, "bytes_per_token": pages.numel() * pages.element_size() / tokens}
+    return {"taps": taps, "bytes_per_token": side._pages.nbytes / side._pages.num_slots}
 
 
 if __name__ == "__main__":
