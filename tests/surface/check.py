@@ -41,25 +41,32 @@ def check(plugin: Plugin) -> Report:
 
 
 def _check_imports(plugin: Plugin, module: str, tree: ast.Module, report: Report) -> None:
-    tolerated = _tolerated(tree)
+    elsewhere = _alternatives(tree)
     for node in ast.walk(tree):
         if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("vllm"):
             continue
         for alias in node.names:
             report.imports += 1
-            if plugin.resolve(_absolute("", node), alias.name) is None and node not in tolerated:
+            places = (node, *elsewhere.get(node, ()))
+            if all(plugin.resolve(_absolute("", each), alias.name) is None for each in places):
                 report.findings.append(f"{module}: {node.module} has no {alias.name}")
 
 
-def _tolerated(tree: ast.Module) -> set[ast.AST]:
-    """Imports of a ``try`` that goes on with another one; only the last of them must exist."""
-    found: set[ast.AST] = set()
+def _alternatives(tree: ast.Module) -> dict[ast.AST, list[ast.ImportFrom]]:
+    """Imports of a ``try`` and of its ``except ImportError``: a name must be in one of them."""
+    found: dict[ast.AST, list[ast.ImportFrom]] = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Try) and any(
-            handler.type is not None and ast.unparse(handler.type) == "ImportError"
+        if not isinstance(node, ast.Try):
+            continue
+        handlers = [
+            handler
             for handler in node.handlers
-        ):
-            found |= set(node.body)
+            if handler.type is not None and ast.unparse(handler.type) == "ImportError"
+        ]
+        statements = [*node.body, *(each for handler in handlers for each in handler.body)]
+        imports = [each for each in statements if isinstance(each, ast.ImportFrom)]
+        if handlers:
+            found |= dict.fromkeys(imports, imports)
     return found
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm.v1.core.kv_cache_utils import (
-    get_kv_cache_config_from_groups,
-    get_max_concurrency_for_kv_cache_config,
-)
+from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, UniformTypeKVCacheSpecs
+
+from stagetap.engine.compat import get_kv_cache_config_from_groups
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator

@@ -6,7 +6,6 @@ takes a while, may fail in native code, and reads variables that a running proce
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -63,14 +62,14 @@ def _flags() -> Iterator[Finding]:
     from vllm.plugins.hooks import run_hooks
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    parser: argparse.ArgumentParser = FlexibleArgumentParser()
+    parser = FlexibleArgumentParser()
     if current_platform.is_unspecified():
         run_hooks("cli_args", parser)
         where = "registered; no device is here, so vLLM's own were not made"
     else:
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+        from stagetap.engine.compat import serve_parser
 
-        parser = make_arg_parser(parser)
+        parser = serve_parser(parser)
         where = "in the help of vllm serve"
     said = parser.format_help()
     missing = [flag for flag in FLAGS if flag not in said]

@@ -20,9 +20,10 @@ def read_serve_file(file: Path) -> AsyncEngineArgs:
         Refused: vLLM's parser, or a rule of our flags, does not take what the file says.
     """
     from vllm import AsyncEngineArgs
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from yaml import YAMLError
+
+    from stagetap.engine.compat import serve_parser
 
     class Parser(FlexibleArgumentParser):
         """Raises where vLLM's prints its usage and exits."""
@@ -31,7 +32,7 @@ def read_serve_file(file: Path) -> AsyncEngineArgs:
             raise Refused(message)
 
     try:
-        arguments = make_arg_parser(Parser()).parse_args(["serve", "--config", str(file)])
+        arguments = serve_parser(Parser()).parse_args(["serve", "--config", str(file)])
         return AsyncEngineArgs.from_cli_args(arguments)
     except (StageTapError, OSError, ValueError, YAMLError) as error:
         said = " ".join(str(error).split())

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
-from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, UniformTypeKVCacheSpecs
 
 from stagetap.engine.capture.cache import TapStripe
+from stagetap.engine.compat import get_kv_cache_groups
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
