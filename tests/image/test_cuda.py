@@ -61,7 +61,7 @@ def test_the_environment_is_that_of_a_gpu(client: docker.DockerClient, cuda_imag
             "built for CUDA 12 and needs mooncake-transfer-engine; bases.lock names",
         ),
         ("rm /etc/ld.so.conf.d/cuda.conf && ldconfig", "needs libcudart.so.13"),
-        (f"rm {SITE}/vllm/plugins/__init__.py", r"vllm/plugins/__init__\.py is missing"),
+        (f"rm {SITE}/vllm/v1/engine/core.py", r"vllm/v1/engine/core\.py is missing"),
     ],
 )
 def test_a_base_that_is_not_what_it_should_be_ends_the_build(
