@@ -101,6 +101,7 @@ FAMILIES = {
         attention_multiplier=0.2,
         logits_scaling=2.0,
     ),
+    "cohere": _family("Cohere"),
     "gpt-oss": _family(
         "GptOss",
         num_local_experts=4,

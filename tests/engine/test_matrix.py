@@ -19,6 +19,7 @@ CI = {
     "granite": "tap code that is called, with indices that start at 0 on every stage",
     "deepseek-v3": "tap code that appends what was asked for, before a layer",
     "gemma3": "no tap code, layers that give the stream in two parts",
+    "cohere": "no tap code, layers that hand on a tensor beside the stream that nobody reads",
     "transformers-backend": "no tap code, layers that give it whole, with a batch dimension",
     "qwen3-vl": "a stream that changes between two layers",
 }

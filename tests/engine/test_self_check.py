@@ -120,7 +120,9 @@ def check_of(model: ToyModel, dtype: torch.dtype = torch.float32) -> SelfCheck:
         mixers=[],
         rows=TOKENS,
     )
-    return SelfCheck(model, decoder, probe, stage=0, last=True, dtype=dtype)
+    return SelfCheck(
+        model, decoder, probe, stage=0, last=True, dtype=dtype, share=lambda entry: [entry]
+    )
 
 
 def described(plans: list[TapPlan]) -> list[str]:
@@ -164,14 +166,86 @@ def test_a_stream_that_proves_nothing_is_refused(
         return change(hidden + residual), change(hidden + residual) * 0
 
     model.model.layers[1].register_forward_hook(second)
-    model.model.layers[2].register_forward_hook(
-        lambda *_: (torch.randn(TOKENS, WIDTH), torch.randn(TOKENS, WIDTH))
+    model.model.layers[2].forward = lambda positions, hidden_states, residual: (
+        (hidden_states + residual).float().tanh(),
+        hidden_states.float() + residual.float(),
     )
-    model.model.layers[2].forward = lambda positions, hidden_states, residual: None
     with pytest.raises(Refused) as refused:
         check_of(model).choose([2])
     assert str(refused.value).startswith("ToyModel, stage 0, tap 2: ")
     assert message in str(refused.value)
+
+
+class StaleLayer(ToyLayer):
+    """Hands on what it was given beside the stream, and reads no such thing, as Command-R does."""
+
+    def forward(
+        self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        residual = hidden_states
+        return residual + torch.tanh(hidden_states @ self.weight), residual
+
+
+class FirstAlone(nn.Module):
+    """A norm that takes a residual and leaves it as it is."""
+
+    def forward(self, hidden: torch.Tensor, residuals: torch.Tensor) -> Any:
+        return nn.functional.layer_norm(hidden, (WIDTH,)), residuals
+
+
+class StaleDecoder(ToyDecoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(StaleLayer(number) for number in range(4))
+        self.norm = FirstAlone()
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden, residual = self.embed(input_ids), None
+        for layer in self.layers:
+            hidden, residual = layer(None, hidden, residual)
+        return self.norm(hidden, residual)[0]
+
+
+def test_a_residual_that_nobody_reads_is_no_part_of_the_stream() -> None:
+    model = ToyModel()
+    model.model = StaleDecoder()
+    assert described(check_of(model).choose([0, 1, 3, 4])) == [
+        "hidden_states into model.layers.0",
+        "output 0 of model.layers.0",
+        "output 0 of model.layers.2",
+        "output 0 of model.layers.3",
+    ]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda hidden, residual: hidden + 0.5 * residual,
+        lambda hidden, residual: torch.cat([hidden, residual], 1)[:, ::2],
+    ],
+)
+def test_two_tensors_that_are_not_added_are_refused(
+    read: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    """As in Zamba, whose layers read the embedding beside the stream."""
+    model = ToyModel()
+    layer = model.model.layers[2]
+    layer.forward = lambda positions, hidden_states, residual: (
+        torch.tanh(read(hidden_states, residual) @ layer.weight),
+        hidden_states,
+    )
+    check_of(model).choose([1])
+    with pytest.raises(Refused, match="tap 2: 2 tensors of the right shape go hidden_states"):
+        check_of(model).choose([2])
+
+
+def test_numbers_that_are_not_finite_prove_nothing() -> None:
+    model = ToyModel()
+    model.model.layers[1].register_forward_hook(
+        lambda _module, _args, output: (output[0] * float("nan"), output[1])
+    )
+    with pytest.raises(Refused, match=r"tap 2: .* has numbers that are not finite"):
+        check_of(model).choose([2])
 
 
 class ShardingDecoder(ToyDecoder, EagleModelMixin):

@@ -49,8 +49,8 @@ class Row:
         expect: the verdict that is no failure.
         against_one_rank: compare ``tp`` ranks on one stage with one rank instead.
         bound: the largest relative error that is ``bounded``; None: bits must be equal.
-        hf_bound: the largest error against the Hugging Face forward; None: twice what transformers
-            itself loses by rounding as the row's engine does.
+        hf_bound: the largest error against the Hugging Face forward, of any token in float32; None:
+            twice what transformers itself loses by rounding as the row's engine does.
         refusal: what the line of an expected refusal says.
         note: what a reader of the table should know.
     """
@@ -97,6 +97,7 @@ MODELS = {
         Model("qwen3-moe", "qwen3-moe"),
         Model("glm4", "glm4"),
         Model("granite", "granite"),
+        Model("cohere", "cohere"),
         Model("gpt-oss", "gpt-oss"),
         Model("gemma3", "gemma3"),
         Model("gemma4", "gemma4"),
@@ -114,6 +115,10 @@ MODELS = {
         Model("llama-calm", "llama-calm"),
     )
 }
+
+EXACT = ("llama", "granite", "cohere", "gpt-oss", "gemma3", "deepseek-v3", "qwen3-vl")
+"""Models that are tried in float32 too, where rounding hides nothing and every token counts. On CPU
+the linear attention of Qwen3-Next is built for bfloat16 alone."""
 
 VARIANTS = {"llama-int8", "llama-calm"}
 """Models that are tried for one thing alone."""
@@ -135,9 +140,7 @@ ROWS = (
     Row("gemma3", options="no prefix cache", engine_args={"enable_prefix_caching": False}),
     Row("llama-int8", options="int8 weights"),
     Row("llama", dtype="float16"),
-    # With rounding, a token that goes to another expert hides how right the others are. On CPU the
-    # linear attention of Qwen3-Next is built for bfloat16 alone.
-    *(Row(name, **_FP32) for name in ("llama", "gpt-oss", "deepseek-v3")),
+    *(Row(name, **_FP32) for name in EXACT),
     Row("llama", options="fp8 KV cache", engine_args={"kv_cache_dtype": "fp8"}),
     Row("llama", tp=2),
     Row("llama-calm", pp=1, tp=2, against_one_rank=True, expect="bounded", bound=TP_BOUND_BF16),

@@ -1,4 +1,4 @@
-"""vLLM 0.33.0: its series is the one of 0.32.0 carried over, with two conflicts resolved by hand.
+"""vLLM 0.33.0: its series is the one of 0.32.0 carried over, with three conflicts resolved by hand.
 
 Needs the wheel of 0.33.0, which is downloaded once into the user's cache.
 """
@@ -30,6 +30,10 @@ CONFLICTS = {
     "0005-plugins-hook-point-for-the-finished-configuration.patch": {"vllm/config/vllm.py": 1},
     "0010-plugins-hook-point-for-an-engine-that-shuts-down.patch": {"vllm/v1/engine/core.py": 1},
 }
+MOVED = {
+    "0012-kv-cache-hidden-state-layers-share-blocks.patch": {"vllm/v1/core/kv_cache_utils.py": 1}
+}
+"""The function went to another file, and the same change with it."""
 _MARKED = re.compile(rb"^<<<<<<< .*\n((?:.*\n)*?)=======\n((?:.*\n)*?)>>>>>>> .*\n", re.MULTILINE)
 
 
@@ -46,6 +50,12 @@ def _changes(patch: Patch) -> bytes:
     return patch.data[patch.data.index(b"\ndiff --git ") :]
 
 
+def _lines(patch: Patch) -> list[bytes]:
+    """What a patch adds and takes away, wherever that is."""
+    hunks = patch.data[patch.data.index(b"\n@@ ") :].splitlines()
+    return [line for line in hunks if line[:1] in (b"+", b"-")]
+
+
 def test_the_second_series_is_the_first_one_carried_over(tmp_path: Path, second: Contents) -> None:
     if find_vllm().version != FIRST:
         pytest.skip(f"the vLLM that runs the tests is not {FIRST}")
@@ -55,14 +65,17 @@ def test_the_second_series_is_the_first_one_carried_over(tmp_path: Path, second:
     carried = list(carry_over(tmp_path / "r", first, second, SECOND))
     finish_rebase(tmp_path / "r")
     rebased = export_repository(tmp_path / "r")
-    assert {one.patch: one.conflicts for one in carried if one.conflicts} == CONFLICTS
+    assert {one.patch: one.conflicts for one in carried if one.conflicts} == CONFLICTS | MOVED
     assert not any(one.fate == "absorbed" for one in carried)
     page = (Path(__file__).parents[3] / "docs/patches.md").read_text("utf-8")
     for one in carried:
         assert f"| {one.patch.removesuffix('.patch')} | {describe(one)} |" in page
     for one, ours, theirs in zip(carried, rebased.patches, shipped.patches, strict=True):
         assert ours.name == theirs.name
-        if one.patch not in CONFLICTS:
+        if one.patch in MOVED:
+            (written,) = (each for each in first.patches if each.name == one.patch)
+            assert _lines(theirs) == _lines(written)
+        elif one.patch not in CONFLICTS:
             assert _changes(ours) == _changes(theirs)
     # Both sides of the marked lines, one after the other, are what the shipped series has.
     for path in (path for paths in CONFLICTS.values() for path in paths):

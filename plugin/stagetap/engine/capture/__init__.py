@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.logger import init_logger
@@ -19,7 +20,7 @@ from vllm.logger import init_logger
 from stagetap.engine.capture.cache import TapCache
 from stagetap.engine.capture.decoder import Decoder, find_decoder
 from stagetap.engine.capture.probe import ROWS, Probe
-from stagetap.engine.capture.self_check import SelfCheck, TapPlan, Verdict
+from stagetap.engine.capture.self_check import Entry, SelfCheck, TapPlan, Verdict
 from stagetap.errors import Refused
 from stagetap.taps import StageTaps, owned_ids
 
@@ -143,8 +144,17 @@ def self_check(
         stage=group.rank_in_group,
         last=group.is_last_rank,
         dtype=config.dtype,
+        share=_share,
     )
     return decoder, check
+
+
+def _share(own: Entry | None) -> list[Entry | None]:
+    """Give something to all stages, and get theirs."""
+    group = get_pp_group()
+    entries: list[Entry | None] = [None] * group.world_size
+    torch.distributed.all_gather_object(entries, own, group=group.cpu_group)
+    return entries
 
 
 def hook(plans: Iterable[TapPlan], cache: TapCache) -> list[RemovableHandle]:

@@ -20,7 +20,7 @@ from stagetap.engine.capture.own_taps import watch_own_taps
 from stagetap.engine.capture.sites import Part, Site, streams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from torch import nn
 
@@ -50,12 +50,14 @@ class Seen:
         own: what the model's own tap code was given, by layer id, ``[rows, H]``.
         odd_rows: ids of taps that had another number of rows than the step, with that number.
         after_layers: what the decoder called first after its last layer: its final norm, if any.
+        received: tensors ``[rows, H]`` that a later stage was given, by their key.
     """
 
     at: dict[Site, dict[Part, torch.Tensor]] = field(default_factory=dict)
     own: dict[int, torch.Tensor] = field(default_factory=dict)
     odd_rows: dict[int, int] = field(default_factory=dict)
     after_layers: Site | None = None
+    received: dict[Part, torch.Tensor] = field(default_factory=dict)
 
 
 class Probe:
@@ -91,13 +93,20 @@ class Probe:
         self._mixers = tuple(mixers)
         self._rows = rows
 
-    def run(self, seed: int, sites: Iterable[Site] = (), asked: int | None = None) -> Seen:
+    def run(
+        self,
+        seed: int,
+        sites: Iterable[Site] = (),
+        asked: int | None = None,
+        replaced: Mapping[Site, Mapping[Part, torch.Tensor]] | None = None,
+    ) -> Seen:
         """One forward pass.
 
         Args:
             seed: of the random inputs; all ranks of a stage use the same.
             sites: what to watch.
             asked: the id for which the model's own tap code was asked, if it has to be.
+            replaced: what modules are given instead of what came before them, ``[rows, H]``.
         """
         seen = Seen()
         last_run = self._decoder.start - 1
@@ -129,6 +138,8 @@ class Probe:
                 seen.own[layer_id] = stream.reshape(self._rows, self._width).clone()
 
         with ExitStack() as stack:
+            for site, values in (replaced or {}).items():
+                stack.callback(site.replace(values).remove)
             for site in sites:
                 stack.callback(site.watch(partial(noted, site)).remove)
             for name, child in self._decoder.parent.named_children():
@@ -144,10 +155,12 @@ class Probe:
                 stack.callback(
                     mixer.register_forward_hook(_random_output(numbers), with_kwargs=True).remove
                 )
-            stack.enter_context(_RandomInputs(self._model, self._vocabulary, numbers))
+            random = _RandomInputs(self._model, self._vocabulary, numbers)
+            stack.enter_context(random)
             stack.enter_context(_NoUnsetMemory(seed))
             stack.enter_context(watch_own_taps(self._decoder.parent, own, listed))
             self._forward(self._rows)
+        seen.received = streams(random.received, self._rows, self._width)
         return seen
 
 
@@ -159,6 +172,7 @@ class _RandomInputs:
         self._vocabulary = vocabulary
         self._numbers = numbers
         self._stack = ExitStack()
+        self.received: dict[Part, torch.Tensor] = {}
 
     def __enter__(self) -> None:
         before = self._model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
@@ -185,9 +199,10 @@ class _RandomInputs:
     def _random(self, name: str, value: Any) -> Any:
         numbers = self._numbers
         if isinstance(value, IntermediateTensors):
-            return IntermediateTensors(
-                {key: _like(each, numbers) for key, each in value.tensors.items()}
-            )
+            given = {key: _like(each, numbers) for key, each in value.tensors.items()}
+            # Some models add in place to what they receive.
+            self.received = {key: each.clone() for key, each in given.items()}
+            return IntermediateTensors(given)
         if name == "inputs_embeds" and isinstance(value, torch.Tensor):
             return _like(value, numbers)
         if name == "input_ids" and isinstance(value, torch.Tensor):

@@ -2,8 +2,9 @@
 
 A tap is what the model's own capture gives with one stage. So a probe with random inputs looks at
 every place where that tensor could be read, and takes one whose bits are those that the model's own
-tap code was given. A second probe, with other inputs, then compares what the installed hooks have
-stored. No list of architectures decides.
+tap code was given; for a model without tap code, those that the next layer reads. A second probe,
+with other inputs, then compares what the installed hooks have stored. No list of architectures
+decides.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.logger import init_logger
 
+from stagetap.engine.capture.bits import has_equal_rows, same_bits
 from stagetap.engine.capture.own_taps import asking_for, lists_own_taps
+from stagetap.engine.capture.reads import read_parts
 from stagetap.engine.capture.sites import Part, Site
 from stagetap.errors import Refused
 
@@ -34,6 +37,9 @@ CHOOSING, PROVING = 1, 2
 """Seeds of the two probes."""
 
 OWN = "the model's own tap"
+
+Entry = tuple[Part, ...]
+"""Keys of what a stage receives that make the stream when they are added; none: it cannot tell."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,7 @@ class SelfCheck:
         stage: pipeline rank.
         last: whether this is the last stage.
         dtype: what taps are stored in.
+        share: gives a value to all stages, and theirs back, by stage.
     """
 
     def __init__(
@@ -90,6 +97,7 @@ class SelfCheck:
         stage: int,
         last: bool,
         dtype: torch.dtype,
+        share: Callable[[Entry | None], list[Entry | None]],
     ):
         self._model = model
         self._decoder = decoder
@@ -97,6 +105,33 @@ class SelfCheck:
         self._stage = stage
         self._last = last
         self._dtype = dtype
+        self._reads: dict[Site, tuple[Part, ...]] = {}
+        later = [entry for entry in share(self._entry())[stage + 1 :] if entry is not None]
+        self._next_entry: Entry | None = later[0] if later else None
+
+    def _entry(self) -> Entry | None:
+        """Which of the tensors that this stage receives are the stream; the stage before asks.
+
+        None on the first stage, and on one that has no layer and hands on what it receives.
+        """
+        if self._stage == 0 or (self._decoder.start == self._decoder.end and not self._last):
+            return None
+        sites = self._sites(self._decoder.start)[:1] if self._has_layers else []
+        seen = self._probe.run(CHOOSING, sites)
+        site = sites[0] if sites else seen.after_layers
+        given = seen.at.get(site, {}) if site is not None else {}
+        parts = read_parts(self._probe, {site: given})[site] if site and given else ()
+        keys = [
+            key
+            for part in parts
+            for key, value in seen.received.items()
+            if same_bits(value, given[part])
+        ]
+        return tuple(keys) if len(keys) == len(parts) else ()
+
+    @property
+    def _has_layers(self) -> bool:
+        return self._decoder.start < self._decoder.end
 
     def choose(self, layer_ids: Iterable[int]) -> list[TapPlan]:
         """Where each of this stage's taps is read.
@@ -154,6 +189,8 @@ class SelfCheck:
         sites = [site for layer_id in layer_ids for site in self._sites(layer_id)]
         before()
         seen = self._probe.run(seed, sites)
+        if seed == CHOOSING:
+            self._reads = self._find_reads(layer_ids, seen)
         must_be_asked = not seen.own and lists_own_taps(self._model, self._decoder.parent)
         known: dict[int, torch.Tensor] = {}
         for layer_id in layer_ids:
@@ -201,6 +238,21 @@ class SelfCheck:
             sites.append(Site(decoder.path_of(previous), decoder.layers[previous], "output"))
         return sites
 
+    def _find_reads(self, layer_ids: Iterable[int], seen: Seen) -> dict[Site, tuple[Part, ...]]:
+        """What is read of that which goes into modules that taps may have to be held against."""
+        given = {
+            site: seen.at[site]
+            for layer_id in layer_ids
+            if layer_id not in seen.own and (site := self._consumer(layer_id, seen)) in seen.at
+        }
+        return read_parts(self._probe, given)
+
+    def _consumer(self, layer_id: int, seen: Seen) -> Site | None:
+        """Where the stream goes next on this stage, if it does."""
+        if layer_id < self._decoder.end:
+            return self._sites(layer_id)[0]
+        return seen.after_layers if self._last else None
+
     def _reference(self, layer_id: int, seen: Seen, known: Mapping[int, torch.Tensor]) -> Reference:
         """What a tap must be; refused when it could not be told from another one in ``known``."""
         reference = self._find_reference(layer_id, seen)
@@ -208,6 +260,10 @@ class SelfCheck:
         if value.dtype != self._dtype:
             raise self._refused(
                 layer_id, f"{reference.seen} is {value.dtype}, and taps are stored as {self._dtype}"
+            )
+        if not value.isfinite().all():
+            raise self._refused(
+                layer_id, f"{reference.seen} has numbers that are not finite ({_shape(value)})"
             )
         if not value.any():
             raise self._refused(layer_id, f"{reference.seen} is zero ({_shape(value)})")
@@ -234,23 +290,32 @@ class SelfCheck:
             )
         if layer_id in seen.own:
             return Reference(seen.own[layer_id], OWN)
-        next_site = self._sites(layer_id)[0]
-        if layer_id == self._decoder.end and self._last:
-            if seen.after_layers is None:
-                raise self._refused(layer_id, "nothing is called after the last layer to check it")
-            next_site = seen.after_layers
-        parts = seen.at.get(next_site, {})
-        streams = list(parts.values())
-        if len(streams) not in (1, 2):
+        site, parts = self._next_reads(layer_id, seen)
+        streams = [seen.at[site][part] for part in parts]
+        return Reference(
+            streams[0] if len(streams) == 1 else streams[0] + streams[1], site.describe(parts)
+        )
+
+    def _next_reads(self, layer_id: int, seen: Seen) -> tuple[Site, tuple[Part, ...]]:
+        """What goes to the stream's next reader, and which parts of it are the stream."""
+        if layer_id == self._decoder.end and not self._last:
+            site = self._sites(layer_id)[0]
+            if not self._next_entry or not set(self._next_entry) <= set(seen.at.get(site, {})):
+                raise self._refused(
+                    layer_id, "the next stage cannot tell which tensors it reads as the stream"
+                )
+            return site, self._next_entry
+        consumer = self._consumer(layer_id, seen)
+        if consumer is None:
+            raise self._refused(layer_id, "nothing is called after the last layer to check it")
+        if not (parts := self._reads.get(consumer)):
+            given = seen.at.get(consumer, {})
             raise self._refused(
                 layer_id,
-                f"{len(streams)} tensors of the right shape go {next_site.describe(tuple(parts))}: "
+                f"{len(given)} tensors of the right shape go {consumer.describe(tuple(given))}: "
                 "StageTap cannot tell which are the residual stream",
             )
-        return Reference(
-            streams[0] if len(streams) == 1 else streams[0] + streams[1],
-            next_site.describe(tuple(parts)),
-        )
+        return consumer, parts
 
     # Where it is read -----------------------------------------------------------------------
 
@@ -286,21 +351,6 @@ def combinations_of(parts: Mapping[Part, torch.Tensor]) -> Iterator[tuple[Part, 
     """Sums of two first, then single ones."""
     yield from combinations(parts, 2)
     yield from ((part,) for part in parts)
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are equal bit for bit; a NaN equals itself."""
-    return (
-        one.dtype == other.dtype
-        and one.shape == other.shape
-        and torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
-    )
-
-
-def has_equal_rows(value: torch.Tensor) -> bool:
-    """Whether two rows of ``[rows, H]`` are equal."""
-    equal = (value[:, None] == value[None]).all(-1)
-    return int(equal.sum()) > value.shape[0]
 
 
 def _shape(value: torch.Tensor) -> str:

@@ -54,6 +54,25 @@ class Site:
 
         return self.module.register_forward_pre_hook(before, with_kwargs=True)
 
+    def replace(self, values: Mapping[Part, torch.Tensor]) -> RemovableHandle:
+        """Give the module other tensors than it is given, each time; for what goes in alone."""
+        names = parameter_names(self.module)
+
+        def before(
+            _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            changed, named = list(args), dict(kwargs)
+            for part, value in values.items():
+                if part in named:
+                    named[str(part)] = value.reshape(named[str(part)].shape).clone()
+                else:
+                    place = names.index(part) if isinstance(part, str) else part
+                    assert place is not None
+                    changed[place] = value.reshape(changed[place].shape).clone()
+            return tuple(changed), named
+
+        return self.module.register_forward_pre_hook(before, with_kwargs=True)
+
     def tap(
         self, parts: Sequence[Part], store: Callable[[torch.Tensor, torch.Tensor | None], None]
     ) -> RemovableHandle:
