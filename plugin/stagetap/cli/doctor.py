@@ -40,8 +40,8 @@ def doctor_command(
             "--pp",
             min=1,
             help="Run the start-up self-check of the model on so many stages: where each tap is "
-            "read, and that it is what the model's own code gives. Weights are random, config.json "
-            "is enough.",
+            "read, and that it is what the model's own tap code gives, or what its next layer "
+            "reads. Weights are random, config.json is enough.",
         ),
     ] = None,
     tp: TpOption = 1,
@@ -276,8 +276,11 @@ def check_capture(
         )
     except StageTapError as error:
         return Finding("self-check", "refused", _first_line(error)), []
-    found = f"each of {len(verdicts)} taps is what the model's own code gives, on {pp} stages"
-    return Finding("self-check", found), verdicts
+    own = sum(verdict.by_own_code for verdict in verdicts)
+    others = len(verdicts) - own
+    held = [f"{own} against the model's own tap code"] if own else []
+    held += [f"{others} against what reads the stream next"] if others else []
+    return Finding("self-check", f"taps proven on {pp} stages: {', '.join(held)}"), verdicts
 
 
 def check_registered() -> Iterator[Finding]:

@@ -74,6 +74,11 @@ class Verdict:
     dtype: str
     shape: tuple[int, ...]
 
+    @property
+    def by_own_code(self) -> bool:
+        """Whether the model's own tap code gave what it was compared with."""
+        return self.compared_with == OWN
+
 
 class SelfCheck:
     """The check of one stage.
