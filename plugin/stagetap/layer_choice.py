@@ -27,12 +27,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from stagetap.config_file import read_config_file
+from stagetap.config_file import config_file, read_config_file
+from stagetap.config_values import ConfigValues
 from stagetap.errors import Refused
 from stagetap.taps import parse_layer_ids, validate_layer_ids
+from stagetap.wording import shortened, shown
 
 LAST = "last"
 HELP = (
@@ -124,15 +125,15 @@ def choose_layers(choice: Any, num_hidden_layers: int | None) -> tuple[int, ...]
     check_choice(choice)
     if num_hidden_layers is None:
         raise Refused(
-            f"layers: {choice!r} needs the model's number of layers, and its config.json is not on "
-            "this machine; download the model, or write the ids"
+            f"layers: {shown(choice)} needs the model's number of layers, and its config.json is "
+            "not on this machine; download the model, or write the ids"
         )
     return _resolve(choice.strip(), num_hidden_layers)
 
 
 def needs_model(choice: str) -> bool:
     """Whether a choice means anything only for a target of known depth."""
-    return re.fullmatch(r"[\s\d,+_-]*", choice) is None
+    return re.fullmatch(r"[\s0-9,+_-]*", choice) is None
 
 
 def check_choice(choice: str) -> None:
@@ -158,7 +159,7 @@ def check_choice(choice: str) -> None:
                 "choose others"
             )
         if word != LAST and needs_model(word):
-            raise Refused(f"layers: {word!r} is no choice of layers; {_CHOICES}")
+            raise Refused(f"layers: {shown(word)} is no choice of layers; {_CHOICES}")
     if words.count(LAST) > 1:
         raise Refused("layers: last is asked for more than once; name each id once")
     if ids := ",".join(word for word in words if word != LAST):
@@ -223,8 +224,9 @@ def _deep_enough(choice: str, aux: tuple[int, ...], num_hidden_layers: int) -> t
     ids = (*aux, num_hidden_layers)
     if list(ids) != sorted(set(ids)) or ids[0] < 0:
         raise Refused(
-            f"layers: {choice} would tap {list(ids)} of {num_hidden_layers} layers, which are no "
-            f"{len(ids)} different ones in order; the model is too shallow for it, write the ids"
+            f"layers: {choice} would tap {shown(list(ids))} of {num_hidden_layers} layers, which "
+            f"are no {len(ids)} different ones in order; the model is too shallow for it, write "
+            "the ids"
         )
     return ids
 
@@ -232,8 +234,8 @@ def _deep_enough(choice: str, aux: tuple[int, ...], num_hidden_layers: int) -> t
 def _count(name: str, text: str) -> int:
     if not re.fullmatch(r"[1-9][0-9]{0,3}", text):
         raise Refused(
-            f"layers: {name}:{text} needs the number of layers that the draft reads, such as "
-            f"{name}:5"
+            f"layers: {name}:{shortened(text)} needs the number of layers that the draft reads, "
+            f"such as {name}:5"
         )
     return int(text)
 
@@ -249,29 +251,56 @@ def _without_last(choice: str) -> str:
 
 
 def _from_draft(choice: str, num_hidden_layers: int) -> tuple[int, ...]:
-    path = Path(_without_last(choice)).expanduser()
-    file = path / "config.json" if path.is_dir() else path
+    path = _without_last(choice)
     try:
-        config = read_config_file(file)
-    except Refused as error:
+        ids = read_draft(path, num_hidden_layers)
+    except DraftUnreadable as error:
+        head, comma, tail = path.rpartition(",")
+        if comma and "/" not in tail:
+            raise Refused(
+                f"layers: {shortened(head)} is followed by {shown(tail.strip())}: behind a draft "
+                "only `,last` may stand; write the ids to choose others"
+            ) from None
         raise Refused(f"layers: {error}; {_CHOICES}") from None
-    ids = draft_layer_ids(config, str(file))
-    _check_target(config, ids, num_hidden_layers, str(file))
-    if _without_last(choice) != choice:
+    if path != choice:
         ids = (*ids, num_hidden_layers)
     return validate_layer_ids(ids, num_hidden_layers)
 
 
-def _check_target(
-    config: Mapping[str, Any], ids: Sequence[int], num_hidden_layers: int, where: str
-) -> None:
+class DraftUnreadable(Refused):
+    """There is no configuration of a draft where one was named."""
+
+
+def read_draft(path: str, num_hidden_layers: int | None) -> tuple[int, ...]:
+    """Which of its target's states the draft at ``path`` reads, as :func:`draft_layer_ids`.
+
+    Args:
+        path: a ``config.json``, or a folder with one.
+        num_hidden_layers: N of the target; None where its configuration is not at hand.
+
+    Raises:
+        DraftUnreadable: no file there, or none in JSON.
+        Refused: it names no layers, contradicts itself, or was made for another depth.
+    """
+    try:
+        config = read_config_file(config_file(path))
+    except Refused as error:
+        raise DraftUnreadable(str(error)) from None
+    ids = draft_layer_ids(config, path)
+    if num_hidden_layers is not None:
+        _check_target(ConfigValues(config, path), ids, num_hidden_layers)
+    return ids
+
+
+def _check_target(draft: ConfigValues, ids: Sequence[int], num_hidden_layers: int) -> None:
     """A draft that says how deep its target is must have been made for one as deep as this."""
-    depth = config.get("target_num_hidden_layers")
-    if depth is None and config.get("num_target_layers") != len(ids):
-        depth = config.get("num_target_layers")  # some drafts count what they read under this name
+    depth = draft.optional_size("target_num_hidden_layers")
+    if depth is None:
+        told = draft.optional_size("num_target_layers")
+        depth = None if told == len(ids) else told  # some drafts count what they read by this name
     if depth is not None and depth != num_hidden_layers:
         raise Refused(
-            f"layers: {where} was made for a target of {depth} layers, this model has "
+            f"layers: {draft.where} was made for a target of {depth} layers, this model has "
             f"{num_hidden_layers}; name the draft of this model, or write the ids"
         )
 
@@ -285,8 +314,10 @@ def _lookup(config: Mapping[str, Any], key: DraftKey) -> Any:
 
 def _shifted(value: Any, offset: int, where: str) -> tuple[int, ...]:
     if not isinstance(value, list) or not value:
-        raise Refused(f"layers: {where} is {value!r}, no list of layers; write the ids instead")
+        raise Refused(
+            f"layers: {where} is {shown(value)}, no list of layers; write the ids instead"
+        )
     for layer in value:
         if isinstance(layer, bool) or not isinstance(layer, int) or layer + offset < 0:
-            raise Refused(f"layers: {where} holds {layer!r}, which is no layer; write the ids")
+            raise Refused(f"layers: {where} holds {shown(layer)}, which is no layer; write the ids")
     return tuple(layer + offset for layer in value)

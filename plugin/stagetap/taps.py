@@ -7,17 +7,21 @@ layers ``[start, end)`` owns the ids ``start < k <= end``, and the first stage o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from stagetap.errors import Refused
+from stagetap.wording import shown
 
 ID_CONVENTION = "after-layer"
 """Written into every manifest: id ``k`` is the stream after decoder layer ``k - 1``."""
 
 STREAM_RESIDUAL = "residual"
 NORM_STATE = "pre_norm"
+
+_ID = re.compile(r"[+-]?[0-9]{1,9}")
 
 Role = Literal["aux", "last"]
 
@@ -31,12 +35,14 @@ def validate_layer_ids(layers: Any, num_hidden_layers: int | None = None) -> tup
         Refused: not a list, empty, a bool or another non-integer, negative, repeated, or above N.
     """
     if isinstance(layers, (str, bytes)) or not isinstance(layers, Sequence):
-        raise Refused(f"layers must be a list of layer ids such as [2, 15, 27], not {layers!r}")
+        raise Refused(
+            f"layers must be a list of layer ids such as [2, 15, 27], not {shown(layers)}"
+        )
     if not layers:
         raise Refused("layers is empty: name at least one layer id, such as [2, 15, 27]")
     for layer in layers:
         if isinstance(layer, bool) or not isinstance(layer, int):
-            raise Refused(f"layers: {layer!r} is not a layer id; ids are integers such as 15")
+            raise Refused(f"layers: {shown(layer)} is not a layer id; ids are integers such as 15")
         if layer < 0:
             raise Refused(f"layers: {layer} is negative; ids count up from 0, the embedding output")
         if num_hidden_layers is not None and layer > num_hidden_layers:
@@ -59,13 +65,12 @@ def parse_layer_ids(text: str) -> tuple[int, ...]:
     """
     ids: list[int] = []
     for part in text.split(",") if text.strip() else []:
-        try:
-            ids.append(int(part))
-        except ValueError:
+        if not _ID.fullmatch(part.strip()):
             raise Refused(
-                f"layers: {part.strip()!r} is not a layer id; write ids between commas, "
+                f"layers: {shown(part.strip())} is not a layer id; write ids between commas, "
                 "such as 2,15,27,30"
-            ) from None
+            )
+        ids.append(int(part))
     return validate_layer_ids(ids)
 
 

@@ -98,7 +98,16 @@ def test_what_needs_a_model() -> None:
         ("dspark:0", "dspark:0 needs the number of layers"),
         ("dspark:five", "dspark:five needs the number of layers"),
         ("dspark:28", "dspark:28 would tap"),
-        ("./nowhere", "nowhere cannot be read"),
+        ("./nowhere", "./nowhere cannot be read (No such file or directory)"),
+        ("~nouser/x.json", "~nouser/x.json cannot be read"),
+        ("x" * 5000 + ".json", "cannot be read (File name too long)"),
+        ("./d2,6", "./d2 is followed by '6': behind a draft only `,last` may stand"),
+        ("./d2,6,last", "./d2 is followed by '6'"),
+        ("dflash:200", "would tap [2, "),
+        ("dflash:9999", "would tap [2, "),
+        ("٣", "'٣' is no choice of layers"),
+        ("1_0", "'1_0' is not a layer id"),
+        ("9" * 40, "is not a layer id"),
         (True, "must be a list"),
         (b"last", "must be a list"),
         (["last"], "'last' is not a layer id"),
@@ -109,6 +118,7 @@ def test_what_is_refused(choice: Any, said: str, tmp_path: Path) -> None:
         choose_layers(choice, 30)
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 500
 
 
 @pytest.mark.parametrize("choice", ["first", "eagle3,last", "dflash:x", "last,last", "2,2,last"])
@@ -202,6 +212,11 @@ def test_last_may_be_added_to_a_draft(tmp_path: Path) -> None:
             {"target_layer_ids": [1, 9], "target_num_hidden_layers": 93},
             "made for a target of 93 layers",
         ),
+        (
+            {"target_layer_ids": [1, 9], "target_num_hidden_layers": "30"},
+            "target_num_hidden_layers is '30', not a size",
+        ),
+        ({"target_layer_ids": [1, 9], "num_target_layers": [30]}, "num_target_layers is [30]"),
     ],
 )
 def test_drafts_that_are_refused(config: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -210,7 +225,7 @@ def test_drafts_that_are_refused(config: dict[str, Any], said: str, tmp_path: Pa
     assert said in str(refused.value)
 
 
-@pytest.mark.parametrize("text", ["", "[1, 2]", "{"])
+@pytest.mark.parametrize("text", ["", "[1, 2]", "{", "[" * 100_000])
 def test_files_that_are_no_draft(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(Refused, match=r"draft's config\.json"):

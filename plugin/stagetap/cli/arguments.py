@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from stagetap.config_values import MAX_SIZE
 from stagetap.errors import Refused
 from stagetap.layer_choice import HELP
 
@@ -16,11 +17,18 @@ ModelOption = Annotated[
     str, typer.Option("--model", help="A checkpoint folder, a Hugging Face name, or smollm2.")
 ]
 LayersOption = Annotated[str, typer.Option("--layers", help=HELP)]
-PpOption = Annotated[int, typer.Option("--pp", min=1, help="Pipeline stages.")]
-TpOption = Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks of each stage.")]
+PpOption = Annotated[int, typer.Option("--pp", min=1, max=MAX_SIZE, help="Pipeline stages.")]
+TpOption = Annotated[
+    int, typer.Option("--tp", min=1, max=MAX_SIZE, help="Tensor-parallel ranks of each stage.")
+]
 MaxLenOption = Annotated[
     int | None,
-    typer.Option("--max-len", min=2, help="Longest sequence in tokens; default: the model's own."),
+    typer.Option(
+        "--max-len",
+        min=2,
+        max=MAX_SIZE,
+        help="Longest sequence in tokens; default: the model's own.",
+    ),
 ]
 EngineArgOption = Annotated[
     list[str] | None,

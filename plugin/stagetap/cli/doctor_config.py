@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stagetap.cli.model_facts import ModelFacts, model_facts
-from stagetap.config_file import read_config_file
 from stagetap.errors import Refused
 from stagetap.findings import Finding
-from stagetap.layer_choice import choose_layers, draft_layer_ids
+from stagetap.layer_choice import choose_layers, read_draft
 from stagetap.models import resolve_model
 from stagetap.options import CONNECTOR_NAME, ConnectorOptions, connector_options
 from stagetap.plan.couplings import (
@@ -24,6 +23,7 @@ from stagetap.plan.couplings import (
     check_times,
 )
 from stagetap.stores.mooncake_uri import is_mooncake, parse_seconds, parse_size, parse_uri
+from stagetap.taps import validate_layer_ids
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs
@@ -101,8 +101,8 @@ def _served(arguments: AsyncEngineArgs, options: ConnectorOptions, facts: ModelF
 
 
 def _check_draft(served: Served, draft: Path) -> Iterator[Finding]:
-    file = draft / "config.json" if draft.is_dir() else draft
-    yield from check_draft(served, draft_layer_ids(read_config_file(file), str(file)), str(file))
+    ids = read_draft(str(draft), served.num_hidden_layers)
+    yield from check_draft(served, validate_layer_ids(ids, served.num_hidden_layers), str(draft))
 
 
 def _number(option: str, text: str | None, read: Any) -> Any:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stagetap.config_file import read_config_file
+from stagetap.config_values import (
+    MAX_LAYERS,
+    MAX_SIZE,
+    ConfigValues,
+    decoder_values,
+    positions_are_scaled,
+    said_dtype,
+)
 from stagetap.errors import Refused
 from stagetap.manifest import DTYPE_ITEMSIZE
+from stagetap.wording import shortened
 
 
 @dataclass(frozen=True)
@@ -40,31 +50,23 @@ def model_facts(model: str) -> ModelFacts:
     A name that is on this machine in no form gives no facts: the engine will look it up.
 
     Raises:
-        Refused: a folder without a readable ``config.json``.
+        Refused: a folder without a readable ``config.json``, or a value in it of the wrong type.
     """
     document = read_config(model)
     if document is None:
         return ModelFacts()
-    text = document.get("text_config") or document
+    where = f"config.json of {shortened(model, 200)}"
+    outer, values = ConfigValues(document, where), decoder_values(document, where)
 
-    def number(key: str) -> int | None:
-        value = text.get(key, document.get(key))
-        return value if isinstance(value, int) else None
+    def size(key: str, most: int = MAX_SIZE) -> int | None:
+        return values.optional_size(key, most=most) or outer.optional_size(key, most=most)
 
     return ModelFacts(
-        num_hidden_layers=number("num_hidden_layers"),
-        hidden_size=number("hidden_size"),
-        vocab_size=number("vocab_size"),
-        max_len=None if _positions_are_scaled(text) else number("max_position_embeddings"),
-        dtype=next(
-            (
-                source[key]
-                for source in (text, document)
-                for key in ("dtype", "torch_dtype")
-                if isinstance(source.get(key), str)
-            ),
-            None,
-        ),
+        num_hidden_layers=size("num_hidden_layers", MAX_LAYERS),
+        hidden_size=size("hidden_size"),
+        vocab_size=size("vocab_size"),
+        max_len=None if positions_are_scaled(values) else size("max_position_embeddings"),
+        dtype=said_dtype(values, outer),
     )
 
 
@@ -79,27 +81,16 @@ def read_config(model: str) -> dict[str, Any] | None:
 
 
 def _config_file(model: str) -> Path | None:
-    folder = Path(model)
-    if folder.is_dir():
-        return folder / "config.json"
-    if model.count("/") != 1 or model.startswith((".", "/", "~")):
-        raise Refused(
-            f"model {model}: no such folder; give a checkpoint folder, a Hugging Face name such "
-            "as org/model, or smollm2"
-        )
+    if os.path.isdir(model):
+        return Path(model, "config.json")
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
-    found = try_to_load_from_cache(model, "config.json")
-    return Path(found) if isinstance(found, str) else None
-
-
-def _positions_are_scaled(config: Mapping[str, Any]) -> bool:
-    for key in ("rope_scaling", "rope_parameters"):
-        scaling = config.get(key) or {}
-        if not isinstance(scaling, Mapping):
-            return True
-        if scaling.get("rope_type", scaling.get("type", "default")) != "default":
-            return True
-        if any(isinstance(value, Mapping) for value in scaling.values()):
-            return True  # One set of parameters a kind of attention.
-    return False
+    if model.count("/") == 1 and not model.startswith((".", "/", "~")):
+        with suppress(HFValidationError):  # what is no name of theirs is none that we know
+            found = try_to_load_from_cache(model, "config.json")
+            return Path(found) if isinstance(found, str) else None
+    raise Refused(
+        f"model {shortened(model)}: no such folder; give a checkpoint folder, a Hugging Face name "
+        "such as org/model, or smollm2"
+    )

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from stagetap.cli.arguments import JsonOption, LayersOption, MaxLenOption, PpOption, TpOption
 from stagetap.cli.output import human_bytes, print_json, results, table
+from stagetap.config_values import MAX_SIZE
 from stagetap.errors import Refused
 from stagetap.layer_choice import choose_layers
 from stagetap.models import resolve_model
 from stagetap.plan.weights import KINDS
+from stagetap.wording import counted, shortened
 
 if TYPE_CHECKING:
     from stagetap.plan.stages import Plan, Stage
 
 PARTITION_ENV = "VLLM_PP_LAYER_PARTITION"
 _GIB = 2**30
+_MOST_GIB = 2**20
 
 
 def plan_command(
@@ -51,13 +53,19 @@ def plan_command(
     max_num_batched_tokens: Annotated[
         int,
         typer.Option(
-            "--max-num-batched-tokens", min=1, help="As vLLM's: sizes the capture buffers."
+            "--max-num-batched-tokens",
+            min=1,
+            max=MAX_SIZE,
+            help="As vLLM's: sizes the capture buffers.",
         ),
     ] = 8192,
     gpu_memory_gib: Annotated[
         float | None,
         typer.Option(
-            "--gpu-memory-gib", min=0.1, help="Memory of a GPU: tells capacities as well."
+            "--gpu-memory-gib",
+            min=0.1,
+            max=_MOST_GIB,
+            help="Memory of a GPU: tells capacities as well.",
         ),
     ] = None,
     gpu_memory_utilization: Annotated[
@@ -67,24 +75,23 @@ def plan_command(
     reserve_gib: Annotated[
         float,
         typer.Option(
-            "--reserve-gib", min=0.0, help="Room of a GPU for activations and CUDA graphs, a guess."
+            "--reserve-gib",
+            min=0.0,
+            max=_MOST_GIB,
+            help="Room of a GPU for activations and CUDA graphs, a guess.",
         ),
     ] = 4.0,
     as_json: JsonOption = False,
 ) -> None:
     """Say what a capture would cost: owners, memory of a GPU, what is stored. Starts no engine.
 
-    Exit code 1 when a stage has no room for its weights.
+    Exit code 1 when a stage has no room for its weights, or for one whole sequence.
     """
-    from stagetap.equivalence.partition import parse_partition
     from stagetap.plan.document import plan_document
     from stagetap.plan.model import read_model
     from stagetap.plan.parallel import Parallel
     from stagetap.plan.stages import Budget, make_plan
 
-    config = _configuration(model)
-    described = read_model(config, f"config.json of {model}", dtype)
-    layout = partition or os.environ.get(PARTITION_ENV)
     budget = None
     if gpu_memory_gib is not None:
         budget = Budget(
@@ -92,11 +99,13 @@ def plan_command(
             utilization=gpu_memory_utilization,
             reserve_bytes=int(reserve_gib * _GIB),
         )
+    config = _configuration(model)
+    described = read_model(config, f"config.json of {shortened(model, 200)}", dtype)
     plan = make_plan(
         described,
         choose_layers(layers, described.num_hidden_layers),
         Parallel(pp=pp, tp=tp, expert_parallel=expert_parallel),
-        partition=parse_partition(layout) if layout else None,
+        partition=_partition(partition, pp, described.num_hidden_layers),
         kv_cache_dtype=kv_cache_dtype,
         sequence_tokens=max_len,
         batched_tokens=max_num_batched_tokens,
@@ -110,12 +119,33 @@ def plan_command(
         raise typer.Exit(1)
 
 
+def _partition(asked: str | None, pp: int, num_hidden_layers: int) -> list[int] | None:
+    """The layers of each stage, if the option or vLLM's variable names them.
+
+    Raises:
+        Refused: they do not fit the model, naming the variable where they come from there.
+    """
+    from stagetap.equivalence.partition import parse_partition, stage_layers
+
+    layout = asked or os.environ.get(PARTITION_ENV)
+    if not layout:
+        return None
+    try:
+        counts = parse_partition(layout)
+        stage_layers(num_hidden_layers, pp, counts)
+    except Refused as error:
+        if asked:
+            raise
+        raise Refused(f"{PARTITION_ENV}: {error}, or unset the variable") from None
+    return counts
+
+
 def _configuration(model: str) -> dict[str, Any]:
     from stagetap.cli.model_facts import read_config
     from stagetap.config_file import read_config_file
 
-    if (file := Path(model)).is_file():
-        return read_config_file(file)
+    if os.path.isfile(model):
+        return read_config_file(model)
     config = read_config(resolve_model(model))
     if config is None:
         raise Refused(
@@ -141,7 +171,7 @@ def _show(plan: Plan, name: str) -> None:
         f"quantization {model.quantization.method}"
     )
     say(
-        f"{plan.parallel.pp} stages of {plan.parallel.tp} GPUs{experts}; "
+        f"{counted(plan.parallel.pp, 'stage')} of {counted(plan.parallel.tp, 'GPU')}{experts}; "
         f"taps {','.join(map(str, plan.layer_ids))}: id k is the residual stream after decoder "
         f"layer k-1, 0 the embedding output, {total} the last one, un-normed"
     )
@@ -218,17 +248,23 @@ def _attention(plan: Plan, stage: Stage) -> str:
 def _capacity(plan: Plan) -> list[str]:
     if plan.budget is None:
         return ["KV capacity: give --gpu-memory-gib to have it told, and a better partition"]
-    if not plan.fits:
-        lacking = [stage.index for stage in plan.stages if (stage.available_bytes or 0) <= 0]
+    told = (
+        f"KV capacity: {plan.tokens or 0:,} tokens in sequences of {plan.sequence_tokens:,}, "
+        "those of the smallest stage"
+    )
+    if plan.full_stages:
         found = [
-            f"does not fit: stages {lacking} have no room for a cache; use more stages, a larger "
-            "--tp, or another --partition"
+            f"does not fit: stages {list(plan.full_stages)} have no room for a cache; use more "
+            "stages, a larger --tp, or another --partition"
+        ]
+    elif not plan.fits:
+        found = [
+            told,
+            "does not fit: vLLM does not start where the cache is shorter than one sequence; "
+            "use a smaller --max-len (vLLM's --max-model-len), more stages, or a larger --tp",
         ]
     else:
-        found = [
-            f"KV capacity: {plan.tokens or 0:,} tokens in sequences of {plan.sequence_tokens:,}, "
-            "those of the smallest stage"
-        ]
+        found = [told]
     if plan.advice is not None:
         found.append(plan.advice.line())
         if plan.advice_without_taps:

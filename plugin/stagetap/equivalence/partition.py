@@ -6,10 +6,12 @@ prove nothing is refused in milliseconds. A test holds it against ``get_pp_indic
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from stagetap.errors import Refused
 from stagetap.taps import owned_ids
+from stagetap.wording import counted, shortened, shown
 
 
 def stage_layers(
@@ -29,8 +31,8 @@ def stage_layers(
     counts = _even_split(num_hidden_layers, pp) if partition is None else list(partition)
     if len(counts) != pp or sum(counts) != num_hidden_layers or min(counts) < 0:
         raise Refused(
-            f"partition {','.join(map(str, counts))} must have {pp} parts that add up to the "
-            f"{num_hidden_layers} layers of the model"
+            f"partition {shortened(','.join(map(str, counts)))} must have {counted(pp, 'part')} "
+            f"that add up to the {num_hidden_layers} layers of the model"
         )
     ends = [sum(counts[: stage + 1]) for stage in range(pp)]
     return list(zip([0, *ends[:-1]], ends, strict=True))
@@ -44,13 +46,13 @@ def owners(stages: Sequence[tuple[int, int]], layer_ids: Sequence[int]) -> dict[
 
 def parse_partition(text: str) -> list[int]:
     """Read ``10,20``. Raises Refused for anything but integers between commas."""
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"[+-]?[0-9]{1,9}", part) for part in parts):
         raise Refused(
-            f"partition {text!r}: write the number of layers of each stage between commas, "
+            f"partition {shown(text)}: write the number of layers of each stage between commas, "
             "such as 10,20"
-        ) from None
+        )
+    return [int(part) for part in parts]
 
 
 def _even_split(num_hidden_layers: int, pp: int) -> list[int]:

@@ -1,7 +1,6 @@
 """What a capture costs on each stage of a target, told from its ``config.json`` alone.
 
 ===================  ==============================================================
-``dims``             reading sizes out of a configuration, each missing one by name
 ``parallel``         what tensor and expert parallelism divide, or refuse to
 ``weights``          one weight of a layer: its shape on one GPU
 ``quantization``     bytes of a weight under ``quantization_config``

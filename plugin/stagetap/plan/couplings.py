@@ -74,7 +74,7 @@ def check_draft(served: Served, draft_ids: Sequence[int], where: str) -> Iterato
     read = [layer for layer in draft_ids if layer != last]
     missing = [layer for layer in draft_ids if layer not in served.layer_ids]
     if missing:
-        wrong = f"; {_ids(missing)} of these is not captured"
+        wrong = f"; {_ids(missing)} of these {'is' if len(missing) == 1 else 'are'} not captured"
     elif columns != read:
         wrong = f"; hidden_states holds {_ids(columns)}, and is handed to it as it is"
     else:

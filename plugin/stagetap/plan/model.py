@@ -6,6 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from stagetap.config_values import (
+    MAX_LAYERS,
+    ConfigValues,
+    MissingSize,
+    decoder_values,
+    positions_are_scaled,
+    said_dtype,
+)
 from stagetap.errors import Refused
 from stagetap.manifest import DTYPE_ITEMSIZE
 from stagetap.plan.attention import (
@@ -15,11 +23,11 @@ from stagetap.plan.attention import (
     KimiDeltaAttention,
     LatentAttention,
 )
-from stagetap.plan.dims import Dims
 from stagetap.plan.feed_forward import DenseBlock, ExpertBlock, FeedForward
 from stagetap.plan.parallel import Parallel
 from stagetap.plan.quantization import Quantization, read_quantization
 from stagetap.plan.weights import Weight, replicated, vector
+from stagetap.wording import shown
 
 CHECKED_TYPES = frozenset(
     {
@@ -54,9 +62,16 @@ UNTOLD = {
     "global_head_dim": "heads of two sizes",
     "per_layer_config": "sizes that differ by layer",
     "use_double_wide_mlp": "blocks of two widths",
-    "is_encoder_decoder": "an encoder",
+    "cross_attention_layers": "layers that attend to images",
 }
 """Keys that, set, mean shapes which the plan cannot tell, and what they stand for."""
+
+NO_DECODER = {
+    "is_encoder_decoder": "an encoder beside its decoder",
+    "type_vocab_size": "an encoder, whose tokens are of several segments",
+    "classifier_pooling": "an encoder, whose states are pooled",
+}
+"""Keys that, set, mean a model whose prompts do not run through a decoder alone."""
 
 _ENDS = frozenset({"embedding", "head", "norm"})
 _ENDS_EVERYWHERE = {
@@ -67,6 +82,10 @@ _ENDS_EVERYWHERE = {
 }
 """What vLLM 0.32.0 allocates on every stage for these models, and not on the one that uses it."""
 
+_DOCTOR_KNOWS = (
+    "`stagetap doctor MODEL --pp N`, which needs no more than this file, says whether it can be "
+    "captured"
+)
 _FOUR_NORMS = {"gemma2", "gemma3", "gemma3_text", "glm4", "glm4_moe_lite"}
 _HEAD_NORMS = ("qwen3", "gemma3")
 _QUERY_BIAS = {"qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl", "qwen2_vl_text", "qwen2_5_vl_text"}
@@ -111,7 +130,8 @@ class Model:
         vocab_size: as the checkpoint has it, not padded.
         tied: the output head is the embedding.
         dtype: of weights that are not quantized, and of taps.
-        max_len: longest sequence in tokens, None where position scaling makes it vLLM's to derive.
+        max_len: longest sequence in tokens; None where the configuration does not tell.
+        may_be_longer: vLLM derives a longest sequence of its own from how positions are scaled.
         layers: the N decoder layers.
         end_vectors: vectors as wide as the model behind the last layer.
         ends_everywhere: which of embedding, head and norm every stage holds.
@@ -125,6 +145,7 @@ class Model:
     tied: bool
     dtype: str
     max_len: int | None
+    may_be_longer: bool
     layers: tuple[DecoderLayer, ...]
     end_vectors: int
     ends_everywhere: frozenset[str]
@@ -186,36 +207,41 @@ def read_model(
     Raises:
         Refused: a size is missing, or the model has parts whose shapes the plan cannot tell.
     """
-    text = config.get("text_config") or config
-    if not isinstance(text, Mapping):
-        raise Refused(f"{where}: text_config is no object; give a config.json as released")
-    dims = Dims(text, where)
-    model_type = str(dims.get("model_type", config.get("model_type", "")))
-    for key, what in UNTOLD.items():
-        if dims.get(key):
-            raise Refused(
-                f"{where}: {key} means {what}, whose shapes the plan does not know yet; run "
-                "`stagetap doctor` on the machine that shall serve it"
-            )
-    remarks = []
+    outer, values = ConfigValues(config, where), decoder_values(config, where)
+    model_type = values.text("model_type") or outer.text("model_type") or ""
+    _check_kind(values)
+    try:
+        return _read(outer, values, model_type, dtype)
+    except MissingSize as error:
+        if model_type in CHECKED_TYPES:
+            raise
+        raise Refused(
+            f"{error.missing}: the plan does not know by which keys model type "
+            f"{shown(model_type or 'unnamed')} tells its sizes; {_DOCTOR_KNOWS}"
+        ) from None
+
+
+def _read(outer: ConfigValues, values: ConfigValues, model_type: str, dtype: str | None) -> Model:
+    remarks: list[str] = []
     if model_type not in CHECKED_TYPES:
         remarks.append(
-            f"model type {model_type or 'unnamed'!r} was read by the keys that other models use"
+            f"model type {shown(model_type or 'unnamed')} was read by the keys that other models "
+            "use"
         )
-    if config.get("vision_config") or config.get("audio_config"):
+    if outer.has("vision_config") or outer.has("audio_config"):
         remarks.append("towers for images or sound are not counted")
-    if dims.get("num_nextn_predict_layers"):
+    if values.has("num_nextn_predict_layers"):
         remarks.append("layers that predict further tokens (MTP) are not counted; vLLM loads none")
-    total = dims.size("num_hidden_layers")
+    total = values.size("num_hidden_layers", most=MAX_LAYERS)
     quantization = read_quantization(
-        dims.get("quantization_config", config.get("quantization_config"))
+        values.section("quantization_config") or outer.section("quantization_config")
     )
-    attention = _attentions(dims, model_type, total, remarks)
-    residuals = dims.get("attn_res_block_size") is not None
+    attention = _attentions(values, model_type, total, remarks)
+    residuals = values.optional_size("attn_res_block_size") is not None
     layers = tuple(
         DecoderLayer(
             attention[index],
-            _feed_forward(dims, model_type, index),
+            _feed_forward(values, model_type, index),
             norms=(4 if model_type in _FOUR_NORMS else 2) + 2 * residuals,
             residual_gates=2 * residuals,
         )
@@ -223,11 +249,12 @@ def read_model(
     )
     return Model(
         model_type=model_type,
-        hidden_size=dims.size("hidden_size"),
-        vocab_size=dims.size("vocab_size"),
-        tied=bool(dims.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
-        dtype=_dtype(dims, config, dtype, remarks),
-        max_len=dims.optional_size("max_position_embeddings", "model_max_length"),
+        hidden_size=values.size("hidden_size"),
+        vocab_size=values.size("vocab_size"),
+        tied=values.flag("tie_word_embeddings", outer.flag("tie_word_embeddings")),
+        dtype=_dtype(values, outer, dtype, remarks),
+        max_len=values.optional_size("max_position_embeddings", "model_max_length"),
+        may_be_longer=positions_are_scaled(values),
         layers=layers,
         end_vectors=3 if residuals else 1,
         ends_everywhere=_ENDS_EVERYWHERE.get(model_type, frozenset()),
@@ -236,38 +263,44 @@ def read_model(
     )
 
 
-def _dtype(dims: Dims, config: Mapping[str, Any], asked: str | None, remarks: list[str]) -> str:
+def _check_kind(values: ConfigValues) -> None:
+    for key, what in NO_DECODER.items():
+        if values.has(key):
+            raise Refused(f"{values.where}: {key} means {what}; capture takes decoder-only models")
+    for key, what in UNTOLD.items():
+        if values.has(key):
+            raise Refused(
+                f"{values.where}: {key} means {what}, whose shapes the plan does not know yet; "
+                f"{_DOCTOR_KNOWS}"
+            )
+
+
+def _dtype(values: ConfigValues, outer: ConfigValues, asked: str | None, remarks: list[str]) -> str:
     said = asked if asked not in (None, "auto") else None
-    found = said or next(
-        (
-            source
-            for key in ("dtype", "torch_dtype")
-            for source in (dims.get(key), config.get(key))
-            if isinstance(source, str)
-        ),
-        None,
-    )
+    found = said or said_dtype(values, outer)
     if said is None and found in (None, "float32"):
         remarks.append(f"dtype {found or 'unsaid'}: vLLM's auto makes it bfloat16")
         return "bfloat16"
     if found not in DTYPE_ITEMSIZE:
         raise Refused(
-            f"dtype {found!r} is none that taps are stored in; use one of "
+            f"dtype {shown(found)} is none that taps are stored in; use one of "
             f"{', '.join(DTYPE_ITEMSIZE)}"
         )
     return str(found)
 
 
-def _attentions(dims: Dims, model_type: str, total: int, remarks: list[str]) -> list[Attention]:
-    kinds = _layer_kinds(dims, model_type, total, remarks)
-    linear = _linear_attention(dims) if "linear" in kinds else None
+def _attentions(
+    values: ConfigValues, model_type: str, total: int, remarks: list[str]
+) -> list[Attention]:
+    kinds = _layer_kinds(values, model_type, total, remarks)
+    linear = _linear_attention(values) if "linear" in kinds else None
     if "linear" in kinds and linear is None:
         raise Refused(
-            "config.json has linear-attention layers of an unknown kind; known are KDA "
+            f"{values.where} has linear-attention layers of an unknown kind; known are KDA "
             "(linear_attn_config) and gated delta nets (linear_num_value_heads)"
         )
-    full = _softmax_attention(dims, model_type, None)
-    window = dims.optional_size("sliding_window")
+    full = _softmax_attention(values, model_type, None)
+    window = values.optional_size("sliding_window")
     found: list[Attention] = []
     for kind in kinds:
         if kind == "linear":
@@ -275,20 +308,21 @@ def _attentions(dims: Dims, model_type: str, total: int, remarks: list[str]) -> 
             found.append(linear)
         elif kind == "sliding":
             if window is None:
-                raise Refused("config.json has sliding-attention layers and no sliding_window")
-            found.append(_softmax_attention(dims, model_type, window))
+                raise Refused(f"{values.where} has sliding-attention layers and no sliding_window")
+            found.append(_softmax_attention(values, model_type, window))
         else:
             found.append(full)
     return found
 
 
-def _layer_kinds(dims: Dims, model_type: str, total: int, remarks: list[str]) -> list[str]:
+def _layer_kinds(
+    values: ConfigValues, model_type: str, total: int, remarks: list[str]
+) -> list[str]:
     """``full``, ``sliding`` or ``linear`` for every layer."""
-    kda = dims.section("linear_attn_config")
-    if kda is not None and kda.get("kda_layers"):
-        numbered = set(kda.get("kda_layers"))  # counted from 1
+    kda = values.section("linear_attn_config")
+    if kda is not None and (numbered := kda.integers("kda_layers", least=1)):  # counted from 1
         return ["linear" if index + 1 in numbered else "full" for index in range(total)]
-    if (types := dims.get("layer_types")) is not None:
+    if (types := values.texts("layer_types")) is not None:
         known = {
             "full_attention": "full",
             "sliding_attention": "sliding",
@@ -296,91 +330,99 @@ def _layer_kinds(dims: Dims, model_type: str, total: int, remarks: list[str]) ->
         }
         if unknown := sorted(set(types) - set(known)):
             raise Refused(
-                f"layer_types: the plan does not know {unknown[0]!r}; known are {', '.join(known)}"
+                f"{values.where}: layer_types: the plan does not know {shown(unknown[0])}; known "
+                f"are {', '.join(known)}"
             )
         if len(types) < total:
-            raise Refused(f"layer_types names {len(types)} layers of {total}")
+            raise Refused(f"{values.where}: layer_types names {len(types)} layers of {total}")
         return [known[name] for name in types[:total]]
-    if dims.optional_size("linear_num_value_heads"):
-        every = dims.get("full_attention_interval", 4)
+    if values.optional_size("linear_num_value_heads"):
+        every = values.size_or("full_attention_interval", 4)
         return ["full" if (index + 1) % every == 0 else "linear" for index in range(total)]
-    if dims.optional_size("sliding_window") is None or not dims.get("use_sliding_window", True):
+    if values.optional_size("sliding_window") is None or not values.flag(
+        "use_sliding_window", True
+    ):
         return ["full"] * total
     if model_type in _ALL_WINDOWED:
         return ["sliding"] * total
-    every = {"gpt_oss": 2, "gemma2": 2, "gemma3_text": dims.get("sliding_window_pattern", 6)}.get(
-        model_type
-    )
-    if every is None:
+    period = _window_period(values, model_type)
+    if period is None:
         remarks.append("sliding_window without layer_types: counted as full attention")
         return ["full"] * total
-    return ["full" if (index + 1) % every == 0 else "sliding" for index in range(total)]
+    return ["full" if (index + 1) % period == 0 else "sliding" for index in range(total)]
 
 
-def _linear_attention(dims: Dims) -> Attention | None:
-    if (kda := dims.section("linear_attn_config")) is not None:
+def _window_period(values: ConfigValues, model_type: str) -> int | None:
+    """One layer in so many attends to everything; None where nothing is known of the model."""
+    if model_type == "gemma3_text":
+        return values.size_or("sliding_window_pattern", 6)
+    return 2 if model_type in ("gpt_oss", "gemma2") else None
+
+
+def _linear_attention(values: ConfigValues) -> Attention | None:
+    if (kda := values.section("linear_attn_config")) is not None:
         return KimiDeltaAttention(
             heads=kda.size("num_heads"),
             head_dim=kda.size("head_dim"),
             conv=kda.size("short_conv_kernel_size"),
             full_rank_gate=kda.flag("use_full_rank_gate"),
         )
-    if dims.optional_size("linear_num_value_heads") is None:
+    if values.optional_size("linear_num_value_heads") is None:
         return None
-    state = dims.get("mamba_ssm_dtype")
+    state = values.text("mamba_ssm_dtype")
     return GatedDeltaNet(
-        key_heads=dims.size("linear_num_key_heads"),
-        value_heads=dims.size("linear_num_value_heads"),
-        key_dim=dims.size("linear_key_head_dim"),
-        value_dim=dims.size("linear_value_head_dim"),
-        conv=dims.size("linear_conv_kernel_dim"),
-        state_itemsize=DTYPE_ITEMSIZE.get(state) if isinstance(state, str) else None,
+        key_heads=values.size("linear_num_key_heads"),
+        value_heads=values.size("linear_num_value_heads"),
+        key_dim=values.size("linear_key_head_dim"),
+        value_dim=values.size("linear_value_head_dim"),
+        conv=values.size("linear_conv_kernel_dim"),
+        state_itemsize=DTYPE_ITEMSIZE.get(state or ""),
     )
 
 
-def _softmax_attention(dims: Dims, model_type: str, window: int | None) -> Attention:
-    heads = dims.size("num_attention_heads")
-    if (kv_rank := dims.optional_size("kv_lora_rank")) is not None:
+def _softmax_attention(values: ConfigValues, model_type: str, window: int | None) -> Attention:
+    heads = values.size("num_attention_heads")
+    if (kv_rank := values.optional_size("kv_lora_rank")) is not None:
         return LatentAttention(
             heads=heads,
-            query_rank=dims.optional_size("q_lora_rank"),
+            query_rank=values.optional_size("q_lora_rank"),
             kv_rank=kv_rank,
-            nope_dim=dims.size("qk_nope_head_dim"),
-            rope_dim=dims.size("qk_rope_head_dim"),
-            value_dim=dims.size("v_head_dim"),
-            gated=dims.flag("mla_use_output_gate"),
+            nope_dim=values.size("qk_nope_head_dim"),
+            rope_dim=values.size("qk_rope_head_dim"),
+            value_dim=values.size("v_head_dim"),
+            gated=values.flag("mla_use_output_gate"),
             window=window,
         )
-    head_dim = dims.optional_size("head_dim")
+    head_dim = values.optional_size("head_dim")
     if head_dim is None:
-        if dims.size("hidden_size") % heads:
+        if values.size("hidden_size") % heads:
             raise Refused(
-                f"hidden_size {dims.size('hidden_size')} does not divide by {heads} heads, and "
-                "config.json says no head_dim"
+                f"{values.where}: hidden_size {values.size('hidden_size')} does not divide by "
+                f"{heads} heads, and there is no head_dim"
             )
-        head_dim = dims.size("hidden_size") // heads
-    bias = dims.flag("attention_bias")
+        head_dim = values.size("hidden_size") // heads
+    bias = values.flag("attention_bias")
     return GroupedAttention(
         heads=heads,
-        kv_heads=dims.optional_size("num_key_value_heads") or heads,
+        kv_heads=values.optional_size("num_key_value_heads") or heads,
         head_dim=head_dim,
         window=window,
-        qkv_bias=bias or dims.flag("qkv_bias", model_type in _QUERY_BIAS),
+        qkv_bias=bias or values.flag("qkv_bias", model_type in _QUERY_BIAS),
         output_bias=bias and model_type in _OUTPUT_BIAS,
         head_norms=model_type.startswith(_HEAD_NORMS),
-        gated=dims.flag("attn_output_gate", model_type == "qwen3_next"),
+        gated=values.flag("attn_output_gate", model_type == "qwen3_next"),
         sinks=model_type == "gpt_oss",
     )
 
 
-def _feed_forward(dims: Dims, model_type: str, index: int) -> FeedForward:
-    experts = dims.optional_size("num_experts", "n_routed_experts", "num_local_experts")
-    if experts is None or not _is_sparse(dims, index):
-        return DenseBlock(dims.size("intermediate_size"), bias=dims.flag("mlp_bias"))
-    width = dims.size("moe_intermediate_size", "intermediate_size")
+def _feed_forward(values: ConfigValues, model_type: str, index: int) -> FeedForward:
+    experts = values.optional_size("num_experts", "n_routed_experts", "num_local_experts")
+    if experts is None or not _is_sparse(values, index):
+        return DenseBlock(values.size("intermediate_size"), bias=values.flag("mlp_bias"))
+    width = values.size("moe_intermediate_size", "intermediate_size")
     kimi = model_type in ("kimi_k3", "kimi_linear")
-    shared = dims.optional_size("n_shared_experts", "num_shared_experts")
-    shared_width = dims.optional_size("shared_expert_intermediate_size")
+    shared = values.optional_size("n_shared_experts", "num_shared_experts")
+    shared_width = values.optional_size("shared_expert_intermediate_size")
     return ExpertBlock(
         experts=experts,
         width=width,
@@ -388,22 +430,30 @@ def _feed_forward(dims: Dims, model_type: str, index: int) -> FeedForward:
         projections=("w1", "w3", "w2")
         if kimi or model_type == "mixtral"
         else ("gate_proj", "up_proj", "down_proj"),
-        latent=dims.optional_size("routed_expert_hidden_size"),
-        latent_norm=dims.flag("latent_moe_use_norm"),
+        latent=values.optional_size("routed_expert_hidden_size"),
+        latent_norm=values.flag("latent_moe_use_norm"),
         shared_width=shared * width if shared else shared_width or 0,
         shared_name="shared_experts" if shared else "shared_expert",
         shared_gate=shared_width is not None,
-        correction=kimi or dims.get("topk_method") == "noaux_tc",
+        correction=kimi or values.text("topk_method") == "noaux_tc",
         bias=model_type == "gpt_oss",
         # KimiMoE, min_moe_intermediate_per_partition.
-        narrowest=dims.get("min_moe_intermediate_per_partition", 256) if kimi else 0,
+        narrowest=values.size_or("min_moe_intermediate_per_partition", 256) if kimi else 0,
     )
 
 
-def _is_sparse(dims: Dims, index: int) -> bool:
+def _is_sparse(values: ConfigValues, index: int) -> bool:
+    """Whether a layer has experts. ``moe_layer_freq`` is a period, or a 0 or 1 for every layer."""
+    if values.is_list("moe_layer_freq"):
+        listed = values.integers("moe_layer_freq") or ()
+        if index >= len(listed):
+            raise values.wrong("moe_layer_freq", "a 0 or 1 for every layer")
+        chosen = bool(listed[index])
+    else:
+        chosen = index % values.size_or("moe_layer_freq", 1) == 0
     return (
-        index >= dims.get("first_k_dense_replace", 0)
-        and index % dims.get("moe_layer_freq", 1) == 0
-        and (index + 1) % dims.get("decoder_sparse_step", 1) == 0
-        and index not in dims.get("mlp_only_layers", ())
+        chosen
+        and index >= (values.integer("first_k_dense_replace") or 0)
+        and (index + 1) % values.size_or("decoder_sparse_step", 1) == 0
+        and index not in (values.integers("mlp_only_layers") or ())
     )

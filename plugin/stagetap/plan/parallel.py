@@ -82,5 +82,5 @@ class Parallel:
 
 
 def _cure(size: int) -> str:
-    fitting = [tp for tp in (1, 2, 4, 8, 16, 32) if size % tp == 0]
-    return f"use --tp {' or '.join(map(str, fitting[-3:]))}"
+    *most, last = (str(tp) for tp in (1, 2, 4, 8, 16, 32) if size % tp == 0)
+    return f"use --tp {', '.join(most)} or {last}" if most else f"use --tp {last}"

@@ -15,14 +15,18 @@ they have loaded them; that is not in here.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
+from stagetap.config_values import ConfigValues
 from stagetap.errors import Refused
 from stagetap.plan.weights import Weight
+from stagetap.wording import shown
 
 Ignored = Callable[[str], bool]
+
+_PATTERN = "re:"
+_MOST_BITS = 32
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,9 @@ class Scheme:
                 )
 
 
+SchemeOf = Callable[[Weight], Scheme | None]
+
+
 @dataclass(frozen=True)
 class Quantization:
     """What is quantized, and how.
@@ -82,7 +89,7 @@ class Quantization:
     """
 
     method: str
-    scheme_of: Callable[[Weight], Scheme | None]
+    scheme_of: SchemeOf
 
     def bytes_of(self, weight: Weight, itemsize: int) -> int:
         """Bytes of a weight on one rank; ``itemsize`` is that of the model's dtype."""
@@ -95,55 +102,50 @@ class Quantization:
 UNQUANTIZED = Quantization("none", lambda weight: None)
 
 
-def read_quantization(config: Mapping[str, Any] | None) -> Quantization:
+def read_quantization(config: ConfigValues | None) -> Quantization:
     """What a ``quantization_config`` says.
 
     Raises:
         Refused: a method whose bits the plan does not know, or one that lacks its sizes.
     """
-    if not config:
+    if config is None or config.is_empty:
         return UNQUANTIZED
-    method = str(config.get("quant_method") or "")
+    method = config.text("quant_method") or ""
     if method not in _READERS:
         raise Refused(
-            f"quantization_config: the plan does not know the bits of {method or 'no method'!r}; "
+            f"{config.where}: the plan does not know the bits of {shown(method or 'no method')}; "
             f"known are {', '.join(sorted(_READERS))}"
         )
     return Quantization(method, _READERS[method](config))
 
 
-def _fp8(config: Mapping[str, Any]) -> Callable[[Weight], Scheme | None]:
-    block = config.get("weight_block_size")
-    if block is None:
-        scheme = Scheme(8, (None, None), 32)
-    else:
-        rows, columns = block
-        scheme = Scheme(8, (int(rows), int(columns)), 32, strict=True)
+def _fp8(config: ConfigValues) -> SchemeOf:
+    block = _block(config, "weight_block_size")
+    scheme = Scheme(8, (None, None), 32) if block is None else Scheme(8, block, 32, strict=True)
     return _unless(_names(config, "modules_to_not_convert", "ignored_layers"), scheme)
 
 
-def _mxfp4(config: Mapping[str, Any]) -> Callable[[Weight], Scheme | None]:
+def _mxfp4(config: ConfigValues) -> SchemeOf:
     experts = _unless(_names(config, "modules_to_not_convert"), Scheme(4, (1, 32), 8))
     return lambda weight: experts(weight) if weight.kind == "routed_experts" else None
 
 
-def _grouped(config: Mapping[str, Any]) -> Callable[[Weight], Scheme | None]:
-    bits = _number(config, "bits", "w_bit")
-    group = _number(config, "group_size", "q_group_size")
-    columns = None if group == -1 else group
+def _grouped(config: ConfigValues) -> SchemeOf:
+    bits = config.size("bits", "w_bit", most=_MOST_BITS)
+    columns = _group(config, "group_size", "q_group_size")
     return _unless(_names(config, "modules_to_not_convert"), Scheme(bits, (1, columns), 16 + bits))
 
 
-def _compressed(config: Mapping[str, Any]) -> Callable[[Weight], Scheme | None]:
-    ignored = _patterns(config.get("ignore") or ())
+def _compressed(config: ConfigValues) -> SchemeOf:
+    ignored = _patterns(config, "ignore")
     groups = [
-        (_patterns(group.get("targets") or (), linear=True), _compressed_scheme(group["weights"]))
-        for group in (config.get("config_groups") or {}).values()
-        if group.get("weights")
+        (_patterns(group, "targets", linear=True), _compressed_scheme(weights))
+        for group in config.sections("config_groups").values()
+        if (weights := group.section("weights")) is not None
     ]
     if not groups:
         raise Refused(
-            "quantization_config: compressed-tensors without config_groups says no bits; give the "
+            f"{config.where}: compressed-tensors without config_groups says no bits; give the "
             "config.json of the quantized checkpoint"
         )
 
@@ -155,39 +157,51 @@ def _compressed(config: Mapping[str, Any]) -> Callable[[Weight], Scheme | None]:
     return scheme_of
 
 
-def _compressed_scheme(weights: Mapping[str, Any]) -> Scheme:
-    bits = _number(weights, "num_bits")
-    group = weights.get("group_size")
+def _compressed_scheme(weights: ConfigValues) -> Scheme:
+    bits = weights.size("num_bits", most=_MOST_BITS)
+    strategy = weights.text("strategy")
     # vLLM holds scales of 8-bit weights in float32, those of float4 as they are (E8M0 of mxfp4,
     # E4M3 of nvfp4), and others in the model's dtype.
-    scale = 32 if bits == 8 else 8 if weights.get("type") == "float" else 16
-    zero = 0 if weights.get("symmetric", True) else bits
-    match weights.get("strategy"):
+    scale = 32 if bits == 8 else 8 if weights.text("type") == "float" else 16
+    zero = 0 if weights.flag("symmetric", True) else bits
+    match strategy:
         case "group" | "tensor_group":
-            return Scheme(bits, (1, _number(weights, "group_size")), scale + zero)
+            return Scheme(bits, (1, weights.size("group_size")), scale + zero)
         case "channel":
             return Scheme(bits, (1, None), scale + zero)
         case "block":
-            rows, columns = weights["block_structure"]
-            return Scheme(bits, (int(rows), int(columns)), 32)
-        case "tensor" | None if group is None:
+            block = _block(weights, "block_structure")
+            if block is None:
+                raise weights.wrong("block_structure", "two sizes")
+            return Scheme(bits, block, 32)
+        case "tensor" | None if weights.integer("group_size") is None:
             return Scheme(bits, (None, None), 32)
     raise Refused(
-        f"quantization_config: the plan does not know the strategy {weights.get('strategy')!r}; "
-        "known are group, tensor_group, channel, block, tensor"
+        f"{weights.where}: the plan does not know the strategy {shown(strategy)}; known are "
+        "group, tensor_group, channel, block, tensor"
     )
 
 
-def _number(config: Mapping[str, Any], *names: str) -> int:
-    for name in names:
-        if isinstance(config.get(name), int):
-            return int(config[name])
-    raise Refused(f"quantization_config: {names[0]} is {config.get(names[0])!r}, not a number")
+def _block(config: ConfigValues, name: str) -> tuple[int, int] | None:
+    """Rows and columns under one scale."""
+    sizes = config.integers(name, least=1)
+    if sizes is None:
+        return None
+    if len(sizes) != 2:
+        raise config.wrong(name, "two sizes")
+    return sizes[0], sizes[1]
 
 
-def _names(config: Mapping[str, Any], *keys: str) -> Ignored:
+def _group(config: ConfigValues, *names: str) -> int | None:
+    """Columns under one scale; -1 in the file, None here, is all of them."""
+    if any(config.integer(name) == -1 for name in names):
+        return None
+    return config.size(*names)
+
+
+def _names(config: ConfigValues, *keys: str) -> Ignored:
     """Modules by name, or by the name of what they stand in; ``lm_head`` anywhere."""
-    listed = [str(name) for key in keys for name in config.get(key) or ()]
+    listed = [name for key in keys for name in config.texts(key) or ()]
 
     def ignored(name: str) -> bool:
         return any(
@@ -199,19 +213,22 @@ def _names(config: Mapping[str, Any], *keys: str) -> Ignored:
     return ignored
 
 
-def _patterns(listed: Sequence[str], linear: bool = False) -> Ignored:
+def _patterns(config: ConfigValues, key: str, linear: bool = False) -> Ignored:
     """Modules by name or, behind ``re:``, by pattern; ``Linear`` is every linear layer."""
+    listed = config.texts(key) or ()
+    names = {one for one in listed if not one.startswith(_PATTERN)}
+    try:
+        patterns = [re.compile(one.removeprefix(_PATTERN)) for one in listed if one not in names]
+    except (re.error, OverflowError, RecursionError):
+        raise config.wrong(key, "a list of names and regular expressions") from None
 
     def matches(name: str) -> bool:
-        for one in listed:
-            if linear and one == "Linear":
-                return True
-            for spelled in _spellings(name):
-                if one.startswith("re:") and re.match(one.removeprefix("re:"), spelled):
-                    return True
-                if one == spelled:
-                    return True
-        return False
+        if linear and "Linear" in names:
+            return True
+        return any(
+            spelled in names or any(pattern.match(spelled) for pattern in patterns)
+            for spelled in _spellings(name)
+        )
 
     return matches
 
@@ -221,11 +238,11 @@ def _spellings(name: str) -> tuple[str, str, str]:
     return name, f"language_model.{name}", name.replace("model.", "model.language_model.", 1)
 
 
-def _unless(ignored: Ignored, scheme: Scheme) -> Callable[[Weight], Scheme | None]:
+def _unless(ignored: Ignored, scheme: Scheme) -> SchemeOf:
     return lambda weight: None if ignored(weight.name) else scheme
 
 
-_READERS: dict[str, Callable[[Mapping[str, Any]], Callable[[Weight], Scheme | None]]] = {
+_READERS: dict[str, Callable[[ConfigValues], SchemeOf]] = {
     "fp8": _fp8,
     "mxfp4": _mxfp4,
     "awq": _grouped,

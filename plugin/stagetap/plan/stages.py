@@ -118,11 +118,19 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether every stage has room for a cache; None without a budget."""
-        rooms = [
-            stage.available_bytes for stage in self.stages if stage.available_bytes is not None
-        ]
-        return all(room > 0 for room in rooms) if rooms else None
+        """Whether vLLM would start: every stage holds a whole sequence; None without a budget."""
+        if self.budget is None:
+            return None
+        return not self.full_stages and (self.tokens is None or self.tokens >= self.sequence_tokens)
+
+    @property
+    def full_stages(self) -> tuple[int, ...]:
+        """Stages whose weights leave no room for a cache."""
+        return tuple(
+            stage.index
+            for stage in self.stages
+            if stage.available_bytes is not None and stage.available_bytes <= 0
+        )
 
     @property
     def tokens(self) -> int | None:
@@ -163,6 +171,11 @@ def make_plan(
     if sequence is None:
         raise Refused(
             "config.json says no max_position_embeddings; give the longest sequence with --max-len"
+        )
+    if model.max_len is not None and sequence > model.max_len and not model.may_be_longer:
+        raise Refused(
+            f"--max-len {sequence} is above the {model.max_len} positions that config.json gives "
+            f"the model, which vLLM refuses; use at most {model.max_len}"
         )
     kv_itemsize = _kv_itemsize(kv_cache_dtype, model)
     planner = _Planner(

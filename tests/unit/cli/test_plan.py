@@ -66,6 +66,34 @@ def test_what_does_not_fit_is_exit_code_1(stagetap: Command, target: Path) -> No
     assert stagetap(*arguments, "--json").json["fits"] is False
 
 
+def test_a_cache_shorter_than_one_sequence_is_exit_code_1(stagetap: Command, target: Path) -> None:
+    arguments = ["plan", target, "--layers", "6", "--gpu-memory-gib", 0.1, "--reserve-gib", 0]
+    batched = ["--max-num-batched-tokens", 367_600]
+    done = stagetap(*arguments, *batched)
+    assert done.code == 1
+    assert "does not fit: vLLM does not start where the cache is shorter" in done.stdout
+    assert stagetap(*arguments, *batched, "--json").json["fits"] is False
+    assert stagetap(*arguments, *batched, "--max-len", 16).code == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [
+        *[(each, ["9" * 40]) for each in ("--max-num-batched-tokens", "--max-len", "--tp", "--pp")],
+        ("--gpu-memory-gib", ["inf", "nan", "1e300"]),
+        ("--reserve-gib", ["inf", "nan", "1e300"]),
+        ("--gpu-memory-utilization", ["inf", "nan"]),
+    ],
+)
+def test_numbers_beyond_any_engine_are_refused(
+    stagetap: Command, target: Path, option: str, values: list[str]
+) -> None:
+    for value in values:
+        done = stagetap("plan", target, "--layers", "2", "--gpu-memory-gib", 1, option, value)
+        assert done.code == 2
+        assert f"'{option}'" in done.stderr
+
+
 def test_the_partition_is_vllms(
     stagetap: Command, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,6 +103,10 @@ def test_the_partition_is_vllms(
 
     assert layers() == [[0, 3], [3, 6]]
     assert layers("--partition", "2,4") == [[0, 2], [2, 6]]
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "5,2")
+    done = stagetap("plan", target, "--layers", "6", "--pp", 2)
+    assert done.code == 2
+    assert "VLLM_PP_LAYER_PARTITION: partition 5,2 must have 2 parts" in done.stderr
     monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "5,1")
     assert layers() == [[0, 5], [5, 6]]
     assert layers("--partition", "1,5") == [[0, 1], [1, 6]]
@@ -87,6 +119,9 @@ def test_the_partition_is_vllms(
         (["--layers", "2", "--tp", 3], "num_attention_heads 4 does not divide by --tp 3"),
         (["--layers", "2", "--pp", 7], "7 pipeline stages are more than"),
         (["--layers", "2", "--pp", 2, "--partition", "9"], "must have 2 parts"),
+        (["--layers", "2", "--partition", "9"], "must have 1 part that"),
+        (["--layers", "2", "--partition", "1_0"], "partition '1_0'"),
+        (["--layers", "2", "--max-len", 513], "--max-len 513 is above the 512 positions"),
         (["--layers", "2", "--dtype", "int8"], "'int8'"),
         (["--layers", "2", "--kv-cache-dtype", "int3"], "int3"),
     ],
@@ -106,6 +141,12 @@ def test_what_is_not_here_is_refused(stagetap: Command, tmp_path: Path) -> None:
     done = stagetap("plan", "nobody/nothing-at-all", "--layers", "2")
     assert done.code == 2
     assert "not on this machine" in done.stderr
+    assert "no such folder" in stagetap("plan", "x" * 5000, "--layers", "2").stderr
+    assert "no such folder" in stagetap("plan", "a b/" + "c" * 200, "--layers", "2").stderr
+    (tmp_path / "folder" / "config.json").mkdir(parents=True)
+    assert "Is a directory" in stagetap("plan", "folder", "--layers", "2").stderr
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    assert "nested too deeply" in stagetap("plan", "deep.json", "--layers", "2").stderr
     (tmp_path / "list.json").write_text("[]")
     assert "holds no JSON object" in stagetap("plan", "list.json", "--layers", "2").stderr
 

@@ -6,11 +6,19 @@ from typing import Any
 
 import pytest
 
+from stagetap.config_values import ConfigValues
 from stagetap.errors import Refused
-from stagetap.plan.quantization import read_quantization
+from stagetap.plan.quantization import Quantization
+from stagetap.plan.quantization import read_quantization as read_values
 from stagetap.plan.weights import Weight
 
 BF16 = 2
+
+
+def read_quantization(config: dict[str, Any] | None) -> Quantization:
+    """As it stands in a config.json."""
+    values = ConfigValues({"quantization_config": config})
+    return read_values(values.section("quantization_config"))
 
 
 def expert(rows: int, columns: int, copies: int = 1) -> Weight:
@@ -140,7 +148,7 @@ def test_norms_and_routers_are_never_quantized() -> None:
             "does not know the bits of 'bitsandbytes'; known are awq",
         ),
         ({"bits": 4}, "no method"),
-        ({"quant_method": "awq", "group_size": 128}, "bits is None, not a number"),
+        ({"quant_method": "awq", "group_size": 128}, "says no bits or w_bit"),
         ({"quant_method": "compressed-tensors"}, "without config_groups"),
         (compressed(num_bits=4, strategy="spiral"), "strategy 'spiral'"),
     ],
