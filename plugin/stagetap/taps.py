@@ -1,8 +1,8 @@
 """Which taps exist, in which order they were asked for, and which stage owns each. Pure rules.
 
 A tap (layer id) ``k`` is the residual stream after decoder layer ``k - 1`` ran, before any final
-norm: 0 is the embedding output, ``N`` (``num_hidden_layers``) the last one. A stage that runs the
-layers ``[start, end)`` owns the ids ``start < k <= end``, and the first stage owns 0 as well.
+norm: 0 is the embedding output, ``N`` (``num_hidden_layers``) the last one. Who owns a tap follows
+from its stream: :func:`owning_layer`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,14 @@ ID_CONVENTION = "after-layer"
 """Written into every manifest: id ``k`` is the stream after decoder layer ``k - 1``."""
 
 STREAM_RESIDUAL = "residual"
+"""The plain residual stream."""
+
+STREAM_PREFIX_SUM = "prefix_sum"
+"""Of a model with attention residuals (Kimi-K3): what its layers since the last block add up to."""
+
+STREAM_MIXTURE = "attn_res_mixture"
+"""Of such a model: what the next layer, or the final norm, reads, before any norm."""
+
 NORM_STATE = "pre_norm"
 
 _ID = re.compile(r"[+-]?[0-9]{1,9}")
@@ -87,9 +95,30 @@ def check_stage_count(pp: int, num_hidden_layers: int) -> None:
         )
 
 
-def owned_ids(start: int, end: int, asked: Sequence[int]) -> tuple[int, ...]:
+def owning_layer(layer_id: int, stream: str, num_hidden_layers: int) -> int:
+    """The decoder layer whose stage owns a tap.
+
+    A tap belongs to the layer that ran before it: a stage that runs ``[start, end)`` owns the ids
+    ``start < k <= end``, and the first one 0 as well. The mixture of attention residuals is scored
+    with the weights of the layer that reads it, and so belongs to that one: ``start <= k < end``,
+    and N to the last stage as well.
+    """
+    if stream == STREAM_MIXTURE:
+        return min(layer_id, num_hidden_layers - 1)
+    return max(layer_id - 1, 0)
+
+
+def owned_ids(
+    start: int,
+    end: int,
+    asked: Sequence[int],
+    num_hidden_layers: int,
+    stream: str = STREAM_RESIDUAL,
+) -> tuple[int, ...]:
     """The asked ids that a stage running layers ``[start, end)`` owns, ascending."""
-    return tuple(sorted(k for k in asked if start < k <= end or (k == 0 and start == 0 < end)))
+    return tuple(
+        sorted(k for k in asked if start <= owning_layer(k, stream, num_hidden_layers) < end)
+    )
 
 
 def role_of(layer_id: int, num_hidden_layers: int) -> Role:

@@ -18,6 +18,7 @@ from stagetap.engine.capture.decoder import Decoder, find_decoder
 from stagetap.engine.capture.probe import Probe
 from stagetap.engine.capture.self_check import SelfCheck, TapPlan
 from stagetap.errors import Refused
+from stagetap.taps import STREAM_RESIDUAL
 
 WIDTH, TOKENS, VOCABULARY = 8, 6, 64
 
@@ -121,7 +122,14 @@ def check_of(model: ToyModel, dtype: torch.dtype = torch.float32) -> SelfCheck:
         rows=TOKENS,
     )
     return SelfCheck(
-        model, decoder, probe, stage=0, last=True, dtype=dtype, share=lambda entry: [entry]
+        model,
+        decoder,
+        probe,
+        stage=0,
+        last=True,
+        dtype=dtype,
+        share=lambda entry: [entry],
+        stream=STREAM_RESIDUAL,
     )
 
 

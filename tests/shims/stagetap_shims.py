@@ -71,7 +71,15 @@ def _own_experts_alone() -> None:
     CPUUnquantizedExperts.apply = apply
 
 
+def _kimi_k3() -> None:
+    """Kimi-K3 is written for GPUs."""
+    import kimi_k3_on_cpu
+
+    kimi_k3_on_cpu.register()
+
+
 _SHIMS = {
+    "kimi-k3": _kimi_k3,
     "own-experts-alone": _own_experts_alone,
     "native-rotation-of-heads": _native_rotation_of_heads,
     "still-images": _still_images,

@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 
 from stagetap.errors import Refused
 from stagetap.taps import (
+    STREAM_MIXTURE,
+    STREAM_PREFIX_SUM,
+    STREAM_RESIDUAL,
     StageTaps,
     check_ownership,
     check_stage_count,
@@ -73,21 +76,25 @@ def parts_of(layers: int) -> st.SearchStrategy[list[int]]:
     )
 
 
-def stages_of(partition: list[int], asked: Any) -> dict[tuple[int, int], StageTaps]:
+def stages_of(
+    partition: list[int], asked: Any, stream: str = STREAM_RESIDUAL
+) -> dict[tuple[int, int], StageTaps]:
     stages, start = {}, 0
     for stage, count in enumerate(partition):
         end = start + count
-        stages[(stage, 0)] = StageTaps(start, end, owned_ids(start, end, asked))
+        ids = owned_ids(start, end, asked, sum(partition), stream)
+        stages[(stage, 0)] = StageTaps(start, end, ids)
         start = end
     return stages
 
 
-@given(st.data())
-def test_every_id_has_exactly_one_owner_in_any_partition(data: Any) -> None:
+@pytest.mark.parametrize("stream", [STREAM_RESIDUAL, STREAM_PREFIX_SUM, STREAM_MIXTURE])
+@given(data=st.data())
+def test_every_id_has_exactly_one_owner_in_any_partition(data: Any, stream: str) -> None:
     layers = data.draw(st.integers(1, 93))
     partition = data.draw(parts_of(layers))
     asked = data.draw(st.permutations(range(layers + 1)))
-    stages = stages_of(partition, asked)
+    stages = stages_of(partition, asked, stream)
     owned = [k for taps in stages.values() for k in taps.layer_ids]
     assert sorted(owned) == list(range(layers + 1))
     result = check_ownership(asked, layers, stages)
@@ -103,9 +110,20 @@ def test_every_id_has_exactly_one_owner_in_vllms_own_partition(layers: int, pp: 
     stages = {}
     for stage in range(pp):
         start, end = get_pp_indices(layers, stage, pp)
-        stages[(stage, 0)] = StageTaps(start, end, owned_ids(start, end, asked))
+        stages[(stage, 0)] = StageTaps(start, end, owned_ids(start, end, asked, layers))
     result = check_ownership(asked, layers, stages)
     assert [k for taps in result for k in taps.layer_ids] == list(asked)
+
+
+def test_the_mixture_belongs_to_the_stage_that_reads_it() -> None:
+    """A boundary moves to the next stage; the embedding stays on the first, N on the last."""
+    asked = range(9)
+    by_stage = {
+        stream: [taps.layer_ids for taps in stages_of([3, 0, 5], asked, stream).values()]
+        for stream in (STREAM_PREFIX_SUM, STREAM_MIXTURE)
+    }
+    assert by_stage[STREAM_PREFIX_SUM] == [(0, 1, 2, 3), (), (4, 5, 6, 7, 8)]
+    assert by_stage[STREAM_MIXTURE] == [(0, 1, 2), (), (3, 4, 5, 6, 7, 8)]
 
 
 def test_a_stage_may_own_no_tap() -> None:
@@ -116,7 +134,7 @@ def test_a_stage_may_own_no_tap() -> None:
     stages = {}
     for stage in range(4):
         start, end = get_pp_indices(93, stage, 4)
-        stages[(stage, 0)] = StageTaps(start, end, owned_ids(start, end, asked))
+        stages[(stage, 0)] = StageTaps(start, end, owned_ids(start, end, asked, 93))
     owned = [taps.layer_ids for taps in check_ownership(asked, 93, stages)]
     assert owned == [(2, 23), (), (47,), (71, 89)]
 

@@ -18,7 +18,6 @@ from stagetap.stores.base import Invariant
 from stagetap.taps import (
     ID_CONVENTION,
     NORM_STATE,
-    STREAM_RESIDUAL,
     StageTaps,
     check_ownership,
 )
@@ -77,7 +76,7 @@ def agree(
         options.layers, total, {rank: fact.taps for rank, fact in facts.items()}
     )
     first = next(iter(facts.values()))
-    _say_better_partition(facts, options.layers)
+    _say_better_partition(facts, options.layers, first.stream)
     return Agreement(
         owners={
             stage: fact
@@ -89,7 +88,7 @@ def agree(
         invariant=Invariant(
             weights_fingerprint=fingerprint,
             layer_ids=options.layers,
-            stream=STREAM_RESIDUAL,
+            stream=first.stream,
             dtype=first.dtype,
             id_convention=ID_CONVENTION,
             hidden_size=first.hidden_size,
@@ -99,14 +98,14 @@ def agree(
 
 
 def _say_better_partition(
-    facts: Mapping[tuple[int, int], WorkerFacts], layer_ids: Sequence[int]
+    facts: Mapping[tuple[int, int], WorkerFacts], layer_ids: Sequence[int], stream: str
 ) -> None:
     """Log which partition would hold more KV blocks than this one, if one is worth a restart."""
     stages = [
         [fact.budget for (stage, _), fact in sorted(facts.items()) if stage == number]
         for number in range(1 + max(stage for stage, _ in facts))
     ]
-    balance = engine_balance(stages, layer_ids)
+    balance = engine_balance(stages, layer_ids, stream)
     if balance is not None and (advice := better_partition(balance)) is not None:
         logger.info("stagetap: %s", advice.line())
 
@@ -120,6 +119,7 @@ def _check_equal(
         "series_digest": check_series(),
         "dtype": first.dtype,
         "hidden_size": first.hidden_size,
+        "stream": first.stream,
     }
     for (stage, rank), fact in facts.items():
         for name, value in expected.items():
@@ -150,7 +150,7 @@ def _describe(
         weights_fingerprint=fingerprint,
         weight_version="initial",
         adapter=None,
-        stream=STREAM_RESIDUAL,
+        stream=fact.stream,
         norm_state=NORM_STATE,
         id_convention=ID_CONVENTION,
         layer_ids=options.layers,

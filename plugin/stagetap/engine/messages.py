@@ -28,6 +28,7 @@ class WorkerFacts(KVConnectorHandshakeMetadata):
         taps: the layers that this worker runs and the ids that it will capture.
         dtype: dtype of its taps, as vLLM spells it without ``torch.``.
         hidden_size: width of a tap.
+        stream: what its taps are of; the environment of a node may say another one.
         cache_group: which of vLLM's KV cache groups holds its taps, None when it owns no tap.
         block_size: tokens in a page of that group.
         weights_fingerprint: what it loaded; must be the same everywhere.
@@ -39,6 +40,7 @@ class WorkerFacts(KVConnectorHandshakeMetadata):
     taps: StageTaps
     dtype: str
     hidden_size: int
+    stream: str
     cache_group: int | None
     block_size: int
     weights_fingerprint: str

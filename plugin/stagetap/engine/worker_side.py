@@ -66,6 +66,7 @@ class WorkerSide:
             taps=self._capture.taps,
             dtype=str(vllm_config.model_config.dtype).removeprefix("torch."),
             hidden_size=vllm_config.model_config.get_hidden_size(),
+            stream=self._capture.stream,
             cache_group=group,
             block_size=kv_cache_config.kv_cache_groups[group or 0].kv_cache_spec.block_size,
             weights_fingerprint=checkpoint_fingerprint(vllm_config),

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 
 from stagetap.errors import Refused
-from stagetap.taps import owned_ids
+from stagetap.taps import STREAM_RESIDUAL, owned_ids
 from stagetap.wording import counted, shortened, shown
 
 
@@ -38,9 +38,15 @@ def stage_layers(
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def owners(stages: Sequence[tuple[int, int]], layer_ids: Sequence[int]) -> dict[int, list[int]]:
+def owners(
+    stages: Sequence[tuple[int, int]], layer_ids: Sequence[int], stream: str = STREAM_RESIDUAL
+) -> dict[int, list[int]]:
     """Owning stage -> its layer ids, ascending; stages that own none are left out."""
-    owned = {stage: list(owned_ids(*layers, layer_ids)) for stage, layers in enumerate(stages)}
+    total = stages[-1][1]
+    owned = {
+        stage: list(owned_ids(*layers, layer_ids, total, stream))
+        for stage, layers in enumerate(stages)
+    }
     return {stage: ids for stage, ids in owned.items() if ids}
 
 

@@ -13,7 +13,7 @@ from stagetap.equivalence.partition import owners, stage_layers
 from stagetap.errors import Refused
 from stagetap.fingerprint import weights_fingerprint
 from stagetap.prompts import TokenPrompt
-from stagetap.taps import check_stage_count
+from stagetap.taps import STREAM_RESIDUAL, check_stage_count
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,13 @@ class Proof:
     captured: dict[str, Any]
 
 
-def check_arm(arm: Arm, num_hidden_layers: int) -> dict[int, list[int]]:
+def check_arm(
+    arm: Arm, num_hidden_layers: int, stream: str = STREAM_RESIDUAL
+) -> dict[int, list[int]]:
     """The owners of an arm's taps, if comparing it with one stage proves anything.
+
+    Args:
+        stream: what the taps are of, which only the loaded model knows.
 
     Raises:
         Refused: one stage only, or all taps fall on one of them.
@@ -39,7 +44,7 @@ def check_arm(arm: Arm, num_hidden_layers: int) -> dict[int, list[int]]:
         )
     check_stage_count(arm.pp, num_hidden_layers)
     stages = stage_layers(num_hidden_layers, arm.pp, arm.partition)
-    owned = owners(stages, arm.layers)
+    owned = owners(stages, arm.layers, stream)
     if len(owned) < 2:
         stage = next(iter(owned))
         layout = ", ".join(f"{index}: {start}-{end}" for index, (start, end) in enumerate(stages))
@@ -78,7 +83,7 @@ def prove(
     """
     from stagetap import open_dataset
 
-    owned = check_arm(arm, num_hidden_layers)
+    check_arm(arm, num_hidden_layers)
     prompt_file = scratch / "prompts.jsonl"
     write_prompts(prompt_file, prompts)
     if reuse_reference:
@@ -91,6 +96,7 @@ def prove(
     captured = run_arm(arm, prompt_file, candidate, scratch / f"pp{arm.pp}.log")
     notify("comparing")
     ours = open_dataset(str(candidate), run=arm.run_id)
+    owned = check_arm(arm, num_hidden_layers, ours.invariant.stream)
     comparison = compare_datasets(
         open_dataset(str(reference), run=reference_run),
         ours,

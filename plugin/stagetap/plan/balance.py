@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from stagetap.equivalence.partition import stage_layers
 from stagetap.errors import Refused
-from stagetap.taps import owned_ids
+from stagetap.taps import STREAM_RESIDUAL, owned_ids
 
 WORTH_SAYING = 0.05
 """The gain in KV blocks above which a partition is worth a restart."""
@@ -31,6 +31,7 @@ class Balance:
         layer_ids: the asked taps.
         tap_block_bytes: of one tap in one block.
         tap_fixed_bytes: of one tap, however many blocks there are: its capture buffer.
+        stream: what the taps are of, which says who owns them.
     """
 
     partition: tuple[int, ...]
@@ -40,6 +41,7 @@ class Balance:
     layer_ids: tuple[int, ...]
     tap_block_bytes: int
     tap_fixed_bytes: int
+    stream: str = STREAM_RESIDUAL
 
     @classmethod
     def measured(
@@ -51,6 +53,7 @@ class Balance:
         layer_ids: Sequence[int],
         tap_block_bytes: int,
         tap_fixed_bytes: int,
+        stream: str = STREAM_RESIDUAL,
     ) -> Balance:
         """From an engine's own numbers: what each stage has left for KV blocks as it runs now.
 
@@ -60,11 +63,12 @@ class Balance:
 
         Other arguments are the attributes of the same name.
         """
-        stages = stage_layers(len(layer_weight_bytes), len(partition), partition)
+        total = len(layer_weight_bytes)
+        stages = stage_layers(total, len(partition), partition)
         memory = tuple(
             available
             + sum(layer_weight_bytes[start:end])
-            + tap_fixed_bytes * len(owned_ids(start, end, layer_ids))
+            + tap_fixed_bytes * len(owned_ids(start, end, layer_ids, total, stream))
             for available, (start, end) in zip(available_bytes, stages, strict=True)
         )
         return cls(
@@ -75,6 +79,7 @@ class Balance:
             layer_ids=tuple(layer_ids),
             tap_block_bytes=tap_block_bytes,
             tap_fixed_bytes=tap_fixed_bytes,
+            stream=stream,
         )
 
     def blocks(self, partition: Sequence[int]) -> tuple[float, ...]:
@@ -83,9 +88,10 @@ class Balance:
         A stage that caches nothing holds any number, ``inf``.
         """
         found = []
-        stages = stage_layers(len(self.layer_weight_bytes), len(partition), partition)
+        total = len(self.layer_weight_bytes)
+        stages = stage_layers(total, len(partition), partition)
         for memory, (start, end) in zip(self.memory_bytes, stages, strict=True):
-            taps = len(owned_ids(start, end, self.layer_ids))
+            taps = len(owned_ids(start, end, self.layer_ids, total, self.stream))
             room = memory - sum(self.layer_weight_bytes[start:end]) - taps * self.tap_fixed_bytes
             block = sum(self.layer_block_bytes[start:end]) + taps * self.tap_block_bytes
             found.append(max(0.0, room / block) if block else float("inf"))
@@ -113,7 +119,7 @@ class StageBudget:
 
 
 def engine_balance(
-    stages: Sequence[Sequence[StageBudget | None]], layer_ids: Sequence[int]
+    stages: Sequence[Sequence[StageBudget | None]], layer_ids: Sequence[int], stream: str
 ) -> Balance | None:
     """The balance of a running engine; None where a rank has nothing to say.
 
@@ -121,6 +127,7 @@ def engine_balance(
         stages: what every rank of every stage measured. A stage has the layers of its first rank,
             and the memory of the rank with least.
         layer_ids: the asked taps.
+        stream: what they are of.
     """
     measured = [[rank for rank in stage if rank is not None] for stage in stages]
     if any(
@@ -136,6 +143,7 @@ def engine_balance(
         layer_ids=layer_ids,
         tap_block_bytes=max(stage.tap_block_bytes for stage in first),
         tap_fixed_bytes=max(stage.tap_fixed_bytes for stage in first),
+        stream=stream,
     )
 
 

@@ -267,7 +267,7 @@ class _Planner:
     def stage(self, index: int, start: int, end: int, asked: Sequence[int]) -> Stage:
         """One stage of this plan."""
         own = self.layers[start:end]
-        ids = owned_ids(start, end, asked)
+        ids = owned_ids(start, end, asked, len(self.layers))
         weight_bytes = self._outer_bytes(index)
         for kind in KINDS:
             weight_bytes[kind] += sum(one.weight_bytes[kind] for one in own)

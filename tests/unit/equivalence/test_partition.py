@@ -12,6 +12,7 @@ import pytest
 
 from stagetap.equivalence.partition import owners, parse_partition, stage_layers
 from stagetap.errors import Refused
+from stagetap.taps import STREAM_MIXTURE
 
 LAYER_COUNTS = [6, 7, 30, 32, 35, 36, 37, 61, 93]
 STAGES = [1, 2, 3, 4, 6, 8]
@@ -54,6 +55,12 @@ def test_an_uneven_partition() -> None:
     stages = stage_layers(30, 3, [2, 0, 28])
     assert stages == [(0, 2), (2, 2), (2, 30)]
     assert owners(stages, [30, 2, 3, 0]) == {0: [0, 2], 2: [3, 30]}
+
+
+def test_the_mixture_moves_a_boundary_to_the_next_stage() -> None:
+    stages = stage_layers(8, 2)
+    assert owners(stages, [8, 4, 0]) == {0: [0, 4], 1: [8]}
+    assert owners(stages, [8, 4, 0], STREAM_MIXTURE) == {0: [0], 1: [4, 8]}
 
 
 @pytest.mark.parametrize("partition", [[15, 15, 0], [10, 10], [40, -10], [30]])

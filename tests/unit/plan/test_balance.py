@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from stagetap.errors import Refused
 from stagetap.plan.balance import Balance, StageBudget, better_partition, engine_balance
+from stagetap.taps import STREAM_RESIDUAL
 
 LAYERS = 8
 
@@ -131,12 +132,12 @@ def test_what_ranks_measured_makes_a_balance() -> None:
     """The rank with least counts, and taps weigh what their owner says."""
     first = [budget(400, 3), budget(300, 3)]
     last = [budget(500, 5, tap_block_bytes=2, tap_fixed_bytes=40)] * 2
-    balance = engine_balance([first, last], [8])
+    balance = engine_balance([first, last], [8], STREAM_RESIDUAL)
     assert balance is not None
     assert balance.partition == (3, 5)
     assert balance.blocks((3, 5)) == (100, 500 / 7)
-    assert engine_balance([first, [last[0], None]], [8]) is None
-    assert engine_balance([first, []], [8]) is None
+    assert engine_balance([first, [last[0], None]], [8], STREAM_RESIDUAL) is None
+    assert engine_balance([first, []], [8], STREAM_RESIDUAL) is None
 
 
 def test_stages_must_match() -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.logger import init_logger
 
+from stagetap.engine.capture.attention_residuals import stream_of
 from stagetap.engine.capture.cache import TapCache
 from stagetap.engine.capture.decoder import Decoder, find_decoder
 from stagetap.engine.capture.probe import ROWS, Probe
@@ -41,11 +42,13 @@ class Capture:
 
     Attributes:
         taps: the stage's layers and the ids in its columns.
+        stream: what the taps are of.
         cache: where they are kept; None when it owns no tap.
         verdicts: what the self-check has proven, one for each tap.
     """
 
     taps: StageTaps
+    stream: str
     cache: TapCache | None = None
     verdicts: tuple[Verdict, ...] = ()
 
@@ -95,13 +98,14 @@ def _install(
     forward: Callable[[int], object],
 ) -> Capture:
     decoder, check = self_check(model, vllm_config, forward)
+    stream = stream_of(decoder.parent)
     taps = StageTaps(
         start=decoder.start,
         end=decoder.end,
-        layer_ids=owned_ids(decoder.start, decoder.end, asked),
+        layer_ids=owned_ids(decoder.start, decoder.end, asked, len(decoder.layers), stream),
     )
     if not taps.layer_ids:
-        return Capture(taps)
+        return Capture(taps, stream)
     plans = check.choose(taps.layer_ids)
     cache = TapCache(vllm_config, taps)
     hook(plans, cache)
@@ -114,7 +118,7 @@ def _install(
             verdict.captured,
             verdict.compared_with,
         )
-    return Capture(taps, cache, tuple(verdicts))
+    return Capture(taps, stream, cache, tuple(verdicts))
 
 
 def self_check(
@@ -145,6 +149,7 @@ def self_check(
         last=group.is_last_rank,
         dtype=config.dtype,
         share=_share,
+        stream=stream_of(decoder.parent),
     )
     return decoder, check
 
@@ -160,5 +165,6 @@ def _share(own: Entry | None) -> list[Entry | None]:
 def hook(plans: Iterable[TapPlan], cache: TapCache) -> list[RemovableHandle]:
     """Let the forward pass fill the cache's columns."""
     return [
-        plan.site.tap(plan.parts, partial(cache.keep, column)) for column, plan in enumerate(plans)
+        plan.site.tap(plan.parts, plan.into(partial(cache.keep, column)))
+        for column, plan in enumerate(plans)
     ]

@@ -119,7 +119,7 @@ class TapCache:
         taps, _, width = self.buffer.shape
         return TapPages.of([stripe.kv_cache for stripe in self.stripes], (taps, width))
 
-    def keep(self, column: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+    def keep(self, column: int, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> None:
         """Called from hooks in the forward pass; see :func:`keep_tap`."""
         torch.ops.stagetap.keep_tap(self.buffer, self.counts, column, hidden, residual)
 

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.logger import init_logger
 
+from stagetap.engine.capture.attention_residuals import INTO_LAYER, OUT_OF_LAYER, mixture
 from stagetap.engine.capture.bits import has_equal_rows, same_bits
 from stagetap.engine.capture.own_taps import asking_for, lists_own_taps
 from stagetap.engine.capture.reads import read_parts
 from stagetap.engine.capture.sites import Part, Site
 from stagetap.errors import Refused
+from stagetap.taps import STREAM_MIXTURE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -52,15 +54,24 @@ class Reference:
 
 @dataclass(frozen=True)
 class TapPlan:
-    """Where one tap is read."""
+    """Where one tap is read: one tensor, a sum of two, or what is computed from several."""
 
     layer_id: int
     site: Site
     parts: tuple[Part, ...]
+    compute: Callable[..., torch.Tensor] | None = None
+
+    def into(self, keep: Callable[..., None]) -> Callable[..., None]:
+        """What a hook calls with the parts, so that ``keep`` gets the tap."""
+        if self.compute is None:
+            return keep
+        compute = self.compute
+        return lambda *parts: keep(compute(*parts))
 
     def describe(self) -> str:
         """In words."""
-        return self.site.describe(self.parts)
+        read = self.site.describe(self.parts)
+        return read if self.compute is None else f"computed by the model's own code from {read}"
 
 
 @dataclass(frozen=True)
@@ -91,6 +102,7 @@ class SelfCheck:
         last: whether this is the last stage.
         dtype: what taps are stored in.
         share: gives a value to all stages, and theirs back, by stage.
+        stream: what they are of.
     """
 
     def __init__(
@@ -103,6 +115,7 @@ class SelfCheck:
         last: bool,
         dtype: torch.dtype,
         share: Callable[[Entry | None], list[Entry | None]],
+        stream: str,
     ):
         self._model = model
         self._decoder = decoder
@@ -110,6 +123,7 @@ class SelfCheck:
         self._stage = stage
         self._last = last
         self._dtype = dtype
+        self._stream = stream
         self._reads: dict[Site, tuple[Part, ...]] = {}
         later = [entry for entry in share(self._entry())[stage + 1 :] if entry is not None]
         self._next_entry: Entry | None = later[0] if later else None
@@ -295,6 +309,8 @@ class SelfCheck:
             )
         if layer_id in seen.own:
             return Reference(seen.own[layer_id], OWN)
+        if self._is_computed(layer_id):
+            raise self._refused(layer_id, "the model's own tap code gives none to compare it with")
         site, parts = self._next_reads(layer_id, seen)
         streams = [seen.at[site][part] for part in parts]
         return Reference(
@@ -324,8 +340,15 @@ class SelfCheck:
 
     # Where it is read -----------------------------------------------------------------------
 
+    def _is_computed(self, layer_id: int) -> bool:
+        """Whether no module is given this tap; the embedding output is nobody's mixture."""
+        return self._stream == STREAM_MIXTURE and layer_id > 0
+
     def _choose(self, layer_id: int, reference: Reference, seen: Seen) -> TapPlan:
         sites = self._sites(layer_id)
+        if self._is_computed(layer_id):
+            taken = INTO_LAYER if sites[0].moment == "input" else OUT_OF_LAYER
+            return TapPlan(layer_id, sites[0], taken, mixture(self._decoder.parent, layer_id))
         if reference.seen != OWN and len(sites) > 1:
             # The next consumer's input is what it is compared with: read it elsewhere.
             sites = sites[1:]

@@ -73,17 +73,15 @@ class Site:
 
         return self.module.register_forward_pre_hook(before, with_kwargs=True)
 
-    def tap(
-        self, parts: Sequence[Part], store: Callable[[torch.Tensor, torch.Tensor | None], None]
-    ) -> RemovableHandle:
-        """Call ``store`` with one or two tensors of this site each time.
+    def tap(self, parts: Sequence[Part], store: Callable[..., None]) -> RemovableHandle:
+        """Call ``store`` with those parts of this site each time.
 
         What runs in the hook is plain indexing, which torch.compile traces.
         """
         if self.moment == "output":
 
             def after(_module: nn.Module, _args: Any, output: Any) -> None:
-                store(*_one_or_two([_out(output, part) for part in parts]))
+                store(*[_out(output, part) for part in parts])
 
             return self.module.register_forward_hook(after)
         names = parameter_names(self.module)
@@ -93,8 +91,7 @@ class Site:
         ]
 
         def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = [kwargs[name] if name in kwargs else args[place] for name, place in places]
-            store(*_one_or_two(given))
+            store(*[kwargs[name] if name in kwargs else args[place] for name, place in places])
 
         return self.module.register_forward_pre_hook(before, with_kwargs=True)
 
@@ -139,7 +136,3 @@ def streams(parts: Mapping[Part, Any], rows: int, width: int) -> dict[Part, torc
 
 def _out(output: Any, part: Part) -> Any:
     return output if part is None else output[part]
-
-
-def _one_or_two(tensors: list[Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return tensors[0], tensors[1] if len(tensors) == 2 else None
