@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from stagetap.engine.session import CaptureSession, Prompt
+from stagetap.engine.session import CaptureSession, EngineStopped, Prompt
 
 
 def capture(
@@ -94,8 +94,6 @@ def capture_outputs(
 
 def outlive_engine(session: CaptureSession, prompts: dict[str, list[int]]) -> dict[str, Any]:
     """Kill the engine process after the first sample; how the capture ended, and how soon."""
-    from vllm.v1.engine.exceptions import EngineDeadError
-
     wanted = [Prompt(sample_id=name, token_ids=ids) for name, ids in prompts.items()]
     captured, killed_at = [], 0.0
     try:
@@ -104,10 +102,10 @@ def outlive_engine(session: CaptureSession, prompts: dict[str, list[int]]) -> di
             if len(captured) == 1:
                 killed_at = time.monotonic()
                 os.kill(engine_pid(session), signal.SIGKILL)
-    except EngineDeadError as error:
+    except EngineStopped as error:
         return {
             "captured": captured,
-            "error": type(error).__name__,
+            "error": str(error),
             "seconds": time.monotonic() - killed_at,
         }
     return {"captured": captured, "error": None, "seconds": 0.0}
@@ -115,15 +113,13 @@ def outlive_engine(session: CaptureSession, prompts: dict[str, list[int]]) -> di
 
 def outlive_broken_invariant(session: CaptureSession, stage: int) -> dict[str, Any]:
     """Take a stage's hooks away in a running engine; how the next request ended, and how soon."""
-    from vllm.v1.engine.exceptions import EngineDeadError
-
     assert [done.error for done in session.capture([Prompt(token_ids=[5, 6, 7])])] == [None]
     session._engine.collective_rpc(remove_hooks, args=(stage,))
     started = time.monotonic()
     try:
         errors = [done.error for done in session.capture([Prompt(token_ids=[5, 6, 8])])]
-    except EngineDeadError:
-        return {"ended": "engine", "seconds": time.monotonic() - started}
+    except EngineStopped as error:
+        return {"ended": str(error), "seconds": time.monotonic() - started}
     return {"ended": errors, "seconds": time.monotonic() - started}
 
 

@@ -37,7 +37,7 @@ def test_a_killed_engine_ends_the_capture(
     prompts = {str(n): ids for n, ids in enumerate(random_prompts([20] * 50))}
     arm = Arm("engine.jobs:outlive_engine", session_of(checkpoint, store), {"prompts": prompts})
     ended = arm.run()
-    assert ended["error"] == "EngineDeadError"
+    assert "ended without a word" in ended["error"]
     assert ended["seconds"] < 30
     committed = open_dataset(store, verify=True)
     assert set(ended["captured"]) <= set(committed.sample_ids) < set(prompts)
@@ -58,7 +58,7 @@ def test_a_broken_invariant_ends_the_engine_at_once_and_loudly(
         {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"},
     )
     ended = arm.run()
-    assert ended["ended"] == "engine"
+    assert ended["ended"].startswith("BrokenInvariant: ")
     assert ended["seconds"] < 30
 
 

@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from checkpoints import tiny_checkpoint
 from engine.beside import connector_part, multi_connector
 from engine.harness import TESTS, Arm, clean_environment, refusals
 from engine.unpatched import unpatched_site
+from stagetap.engine.scratch import PREFIX
 
 pytestmark = pytest.mark.engine
 
@@ -113,6 +117,10 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"options": {**GOOD, "store": str(Path(__file__).parent)}},
         ["holds other things"],
     ),
+    "no weights": (
+        {"engine": {"model": str(TESTS.parent / "configs" / "targets" / "qwen3-235b-a22b")}},
+        ["qwen3-235b-a22b has no .safetensors file"],
+    ),
     "another family": ({"family": "granite"}, []),
     "old runner": ({"environment": {"VLLM_USE_V2_MODEL_RUNNER": "0"}}, ["Model Runner V2"]),
 }
@@ -167,6 +175,27 @@ def test_capture_with_an_unpatched_vllm_names_the_cure(
     assert child.returncode == 2, child.stderr
     (line,) = refusals(child.stderr)
     assert "stagetap patch apply" in line
+
+
+def test_a_failed_start_ends_with_its_cause(tmp_path: Path) -> None:
+    """What a worker raises, which vLLM's front end calls "see root cause above"."""
+    folder = tiny_checkpoint("llama", tmp_path / "foreign")
+    save_file({"foreign": torch.zeros(2)}, folder / "model.safetensors")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt_token_ids": [5, 6]}\n')
+    command = [sys.executable, "-m", "stagetap", "capture", "--model", folder, "--json"]
+    child = subprocess.run(
+        [*command, "--prompts", prompts, "--out", tmp_path / "out", "--layers", "2,6", "--pp", "2"],
+        env=clean_environment(TMPDIR=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (child.returncode, child.stdout) == (1, "")
+    line = child.stderr.splitlines()[-1]
+    assert line.startswith("stagetap: error: vLLM did not start: ValueError: ")
+    assert "'foreign'" in line
+    assert list(tmp_path.glob(f"{PREFIX}*")) == []
 
 
 @pytest.mark.parametrize(

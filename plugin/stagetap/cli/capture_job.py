@@ -17,6 +17,7 @@ from stagetap.cli.interrupt import Interruption
 from stagetap.cli.model_facts import model_facts
 from stagetap.cli.output import activity, human_bytes, notes
 from stagetap.cli.tokenized import load_prompts
+from stagetap.engine.checkpoint import check_checkpoint
 from stagetap.errors import Refused
 from stagetap.prompts import TokenPrompt, check_lengths, check_token_ids
 from stagetap.stores.base import check_store, file_root
@@ -45,6 +46,7 @@ class CaptureJob:
             StageTapError: the engine did not start or stopped.
         """
         facts = model_facts(self.model)
+        check_checkpoint(self.model, str(self.engine_args.get("load_format", "auto")))
         validate_layer_ids(self.layers, facts.num_hidden_layers)
         if facts.num_hidden_layers is not None:
             check_stage_count(self.pp, facts.num_hidden_layers)

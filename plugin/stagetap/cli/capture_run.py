@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from stagetap.cli.disk import Room
-from stagetap.engine.session import Captured, Prompt
+from stagetap.engine.session import Captured, EngineStopped, Prompt
 from stagetap.errors import StageTapError
 from stagetap.prompts import TokenPrompt
+from stagetap.wording import one_line
 
 LISTED_FAILURES = 20
 
@@ -95,6 +96,8 @@ class CaptureRun:
                 if captured.error is None:
                     self._guard.observe(captured.tokens, captured.bytes)
                 self._on_sample(captured)
+        except EngineStopped as error:
+            raise self._stopped(error) from error
         except StageTapError as error:
             raise StageTapError(
                 f"line {self._last_line}: {error}; {self._kept()}, mend the line and run the same "
@@ -102,10 +105,7 @@ class CaptureRun:
             ) from error
         except Exception as error:
             # An engine dies with exceptions of many libraries.
-            raise StageTapError(
-                f"the engine stopped: {error or type(error).__name__}; {self._kept()}, run the "
-                "same command with --resume when the cause is mended"
-            ) from error
+            raise self._stopped(error) from error
         return self.tally
 
     def _feed(self) -> Iterator[Prompt]:
@@ -126,6 +126,12 @@ class CaptureRun:
                 sample_id=prompt.sample_id,
                 metadata=prompt.metadata,
             )
+
+    def _stopped(self, error: Exception) -> StageTapError:
+        return StageTapError(
+            f"the engine stopped: {one_line(error)}; {self._kept()}, run the same command with "
+            "--resume when the cause is mended"
+        )
 
     def _kept(self) -> str:
         return f"the {self.tally.samples} samples committed so far stay"

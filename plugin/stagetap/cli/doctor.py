@@ -20,6 +20,7 @@ from stagetap.cli.output import activity, print_json, results, stdout_kept_clean
 from stagetap.errors import Refused, StageTapError
 from stagetap.findings import Finding
 from stagetap.layer_choice import HELP
+from stagetap.wording import one_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,10 +30,15 @@ if TYPE_CHECKING:
 PLUGIN_GROUP = "vllm.general_plugins"
 PLUGIN_NAME = "stagetap"
 
+_SEE_FOUND = "as found says"
+
 
 def doctor_command(
     model: Annotated[
-        str | None, typer.Argument(help="Look at this checkpoint as well: a folder, or smollm2.")
+        str | None,
+        typer.Argument(
+            help="Look at this checkpoint as well: a folder, a Hugging Face name, or smollm2."
+        ),
     ] = None,
     pp: Annotated[
         int | None,
@@ -101,6 +107,11 @@ def doctor_command(
 
     if pp is not None and model is None:
         raise Refused("--pp says on how many stages a model is checked: name the model as well")
+    if pp is None and (layers is not None or tp > 1 or engine_arg):
+        raise Refused(
+            "--layers, --tp and --engine-arg are about the self-check: say on how many stages it "
+            "shall run with --pp"
+        )
     expectations = Expectations(draft, lent, lease, consume_time, tokens_in_flight)
     if config is None and expectations != Expectations():
         raise Refused("what is expected of a store and its consumers goes with --config FILE")
@@ -164,7 +175,7 @@ def check_torch() -> Iterator[Finding]:
     try:
         torch = importlib.import_module("torch")
     except (ImportError, OSError) as error:
-        yield Finding("torch", f"does not load: {_first_line(error)}", "install torch with vLLM")
+        yield Finding("torch", f"does not load: {one_line(error)}", "install torch with vLLM")
         return
     yield Finding("torch", str(torch.__version__))
     try:
@@ -175,7 +186,7 @@ def check_torch() -> Iterator[Finding]:
         # transformers imports it when it is there, and fails with it.
         yield Finding(
             "torchvision",
-            f"does not load beside this torch: {_first_line(error)}",
+            f"does not load beside this torch: {one_line(error)}",
             "pip uninstall torchvision torchaudio torchcodec",
         )
 
@@ -190,7 +201,7 @@ def check_vllm() -> Iterator[Finding]:
         yield Finding("vllm", f"{package.version} at {package.path}")
         found = patchstack.status()
     except StageTapError as error:
-        yield Finding("vllm", str(error), "see the message; ./justw setup makes an environment")
+        yield Finding("vllm", one_line(error), f"{_SEE_FOUND}; ./justw setup makes an environment")
         return
     state = f"{found.state}, {len(found.series.patches)} patches, {found.series.digest}"
     if found.foreign is not None:
@@ -246,21 +257,41 @@ def check_environment() -> Iterator[Finding]:
 
 def check_model(name: str, weights: bool = True) -> Iterator[Finding]:
     """A checkpoint, without loading it; ``weights``: whether config.json alone is too little."""
-    from stagetap.fingerprint import weights_fingerprint
+    from stagetap.cli.model_facts import find_config, model_facts
+    from stagetap.config_file import read_config_file
+    from stagetap.config_values import ConfigValues
     from stagetap.models import resolve_model
 
     try:
-        folder = Path(resolve_model(name))
-        if not folder.is_dir():
-            yield Finding("model", f"{name} is no folder", "give the folder of a checkpoint")
+        model = resolve_model(name)
+        file = find_config(model)
+        if file is None:
+            cure = "download it, or give the folder of a checkpoint"
+            yield Finding("model", f"{name} is not on this machine", cure)
             return
-        if weights or any(folder.glob("*.safetensors")):
-            yield Finding("weights", f"{folder}, {weights_fingerprint(folder)[:23]}")
-        architectures = json.loads((folder / "config.json").read_text("utf-8")).get("architectures")
-        named = str((architectures or ["none named"])[0])
-        yield Finding("architecture", named, None if architectures else "name it in config.json")
-    except (StageTapError, ValueError) as error:
-        yield Finding("model", _first_line(error), "see the message")
+        values = ConfigValues(read_config_file(file), f"config.json of {name}")
+        model_facts(model)  # for what it refuses
+        architectures = values.texts("architectures")
+    except StageTapError as error:
+        yield Finding("model", one_line(error), _SEE_FOUND)
+        return
+    if weights or any(file.parent.glob("*.safetensors")):
+        yield _check_weights(file.parent)
+    named = architectures[0] if architectures else "none named"
+    yield Finding("architecture", named, None if architectures else "name it in config.json")
+
+
+def _check_weights(folder: Path) -> Finding:
+    from stagetap.fingerprint import weights_fingerprint
+
+    try:
+        return Finding("weights", f"{folder}, {weights_fingerprint(folder)[:23]}")
+    except StageTapError as error:
+        return Finding(
+            "weights",
+            one_line(error),
+            f"{_SEE_FOUND}; --pp N checks the configuration alone, with random weights",
+        )
 
 
 def check_capture(
@@ -275,7 +306,7 @@ def check_capture(
             resolve_model(model), layers=layers, pp=pp, tp=tp, engine_args=engine_args
         )
     except StageTapError as error:
-        return Finding("self-check", "refused", _first_line(error)), []
+        return Finding("self-check", one_line(error), _SEE_FOUND), []
     own = sum(verdict.by_own_code for verdict in verdicts)
     others = len(verdicts) - own
     held = [f"{own} against the model's own tap code"] if own else []
@@ -308,7 +339,3 @@ STATIC_CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_environment,
 )
 CHECKS = (*STATIC_CHECKS, check_torch)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

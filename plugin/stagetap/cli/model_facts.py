@@ -76,11 +76,16 @@ def read_config(model: str) -> dict[str, Any] | None:
     Raises:
         Refused: a folder without a readable ``config.json``.
     """
-    file = _config_file(model)
+    file = find_config(model)
     return None if file is None else read_config_file(file)
 
 
-def _config_file(model: str) -> Path | None:
+def find_config(model: str) -> Path | None:
+    """Where that is: in the folder, or among what was downloaded; None where the name is not here.
+
+    Raises:
+        Refused: no such folder, and no name that a model could have.
+    """
     if os.path.isdir(model):
         return Path(model, "config.json")
     from huggingface_hub import try_to_load_from_cache

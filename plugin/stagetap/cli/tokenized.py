@@ -22,12 +22,20 @@ def load_prompts(prompt_file: Path, model: str) -> list[TokenPrompt]:
         from transformers import AutoTokenizer
 
         try:
-            return AutoTokenizer.from_pretrained(model)
+            tokenizer = AutoTokenizer.from_pretrained(model)
         except (OSError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise Refused(
                 f"the tokenizer of {model} cannot be loaded ({reason}); write the prompts as "
                 "prompt_token_ids"
             ) from None
+        if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+            # transformers makes one up from config.json, which turns text into nothing, or worse
+            # into tokens that mean "unknown".
+            raise Refused(
+                f"{model} has no tokenizer; fetch its tokenizer files, or write the prompts as "
+                "prompt_token_ids"
+            )
+        return tokenizer
 
     return tokenize(prompt_file, read_prompt_file(prompt_file), load_tokenizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,18 @@ def checkpoint_fingerprint(config: VllmConfig) -> str:
     return weights_fingerprint(
         _checkpoint_folder(config), dummy_weights=config.load_config.load_format == "dummy"
     )
+
+
+def check_checkpoint(model: str, load_format: str) -> None:
+    """Refuse a folder of which no fingerprint can be taken, before anything is loaded of it.
+
+    A name is left alone: vLLM may still download it.
+
+    Raises:
+        Refused: it has no ``config.json``, or no weights in safetensors where they shall be loaded.
+    """
+    if os.path.isdir(model):
+        weights_fingerprint(Path(model), dummy_weights=load_format == "dummy")
 
 
 def _checkpoint_folder(config: VllmConfig) -> Path:

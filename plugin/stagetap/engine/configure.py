@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from stagetap.engine.checkpoint import check_checkpoint
 from stagetap.engine.refusal import announced
 from stagetap.engine.series import check_series
 from stagetap.errors import Refused
@@ -92,6 +93,7 @@ def configure(config: VllmConfig) -> None:
         _check_engine(config)
         validate_layer_ids(options.layers, total)
         check_stage_count(config.parallel_config.pipeline_parallel_size, total)
+        check_checkpoint(config.model_config.model, str(config.load_config.load_format))
         check_store(options.store, options.layers)
         _choose_classes(config)
     if config.shutdown_timeout == 0:
@@ -124,7 +126,7 @@ def _check_engine(config: VllmConfig) -> None:
         )
     if config.model_config.is_encoder_decoder:
         raise Refused(
-            f"{config.model_config.architecture} has an encoder and a decoder, and its prompt runs "
+            f"{_released_architecture(config)} has an encoder and a decoder, and its prompt runs "
             "through the former; capture takes decoder-only models"
         )
     if config.speculative_config is not None:
@@ -156,6 +158,12 @@ def _check_engine(config: VllmConfig) -> None:
         )
     if parallel.enable_dbo or parallel.use_ubatching:
         raise Refused("microbatching splits a step's rows; drop --enable-dbo and ubatch sizes")
+
+
+def _released_architecture(config: VllmConfig) -> str:
+    """As ``config.json`` names it; vLLM's own word may be that of its wrapper for many models."""
+    named = config.model_config.hf_config.architectures or [config.model_config.architecture]
+    return str(named[0])
 
 
 def _check_connectors(config: VllmConfig) -> None:

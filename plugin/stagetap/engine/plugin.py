@@ -1,5 +1,7 @@
 """The ``vllm.general_plugins`` entry point: it registers, and checks nothing.
 
+Where a ``stagetap`` command waits for the reason of an engine's end, it listens to vLLM's log too.
+
 vLLM calls it in every process, model inspection and ``--help`` included, whether StageTap is used
 or not, so it must neither fail nor cost anything there.
 """
@@ -15,6 +17,9 @@ def register() -> None:
     """Make the connector known to vLLM, and the hook functions where the vLLM is patched."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+    from stagetap.engine.report import watch_log
+
+    watch_log()
     patched = find_spec("vllm.plugins.hooks") is not None
     if CONNECTOR_NAME not in KVConnectorFactory._registry:
         module = "stagetap.engine.connector" if patched else "stagetap.engine.unpatched"

@@ -2,7 +2,7 @@
 
 vLLM starts in several processes and surrounds what one of them raises with a traceback and a
 message of its own. The line below is what a user needs, so it goes to the process's own stderr,
-unprefixed, or to a file when a StageTap command has named one and prints it at its end.
+unprefixed, or into the report of the StageTap command that prints it at its end.
 """
 
 from __future__ import annotations
@@ -11,15 +11,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from stagetap.engine.report import note_refusal
 from stagetap.errors import StageTapError
 
 
 class StartRefused(StageTapError):
     """vLLM must not start. No ValueError, which pydantic would wrap in one of its own."""
-
-
-REFUSAL_FILE_ENV = "STAGETAP_REFUSAL_FILE"
-"""Set by ``stagetap`` commands: where a child process leaves the reason why it did not start."""
 
 
 FRONT_END_ENV = "STAGETAP_FRONT_END"
@@ -39,12 +36,9 @@ def announced() -> Iterator[None]:
     try:
         yield
     except StageTapError as error:
-        line = f"stagetap: refused: {error}\n".encode()
-        if path := os.environ.get(REFUSAL_FILE_ENV):
-            with open(path, "ab") as file:  # the command that named the file prints it
-                file.write(line)
-        else:
-            os.write(2, line)  # not sys.stderr, whose lines vLLM prefixes with the process's name
+        if not note_refusal(error):
+            # Not sys.stderr, whose lines vLLM prefixes with the process's name.
+            os.write(2, f"stagetap: refused: {error}\n".encode())
         if os.environ.get(FRONT_END_ENV) == str(os.getpid()):
             os._exit(REFUSED_EXIT)  # it owns no process yet, and a traceback would bury the line
         raise StartRefused(str(error)) from error

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from stagetap.engine.environment import engine_environment
-from stagetap.engine.session import engine_arguments, refusals_of_workers
+from stagetap.engine.report import engine_report
+from stagetap.engine.scratch import scratch_folder
+from stagetap.engine.session import engine_arguments, starting
 
 if TYPE_CHECKING:
     from stagetap.engine.capture.self_check import Verdict
@@ -43,8 +44,8 @@ def rehearse(
     os.environ.update(engine_environment(pp, tp))
     without = {"load_format": "dummy", "skip_tokenizer_init": True}
     arguments = engine_arguments(model, pp, tp, {**without, **(engine_args or {})})
-    with tempfile.TemporaryDirectory(prefix="stagetap-") as store, refusals_of_workers():
-        workers = _start_workers(arguments, layers, store)
+    with scratch_folder() as store, engine_report() as report, starting(report):
+        workers = _start_workers(arguments, layers, str(store))
         try:
             found: list[list[Verdict]] = workers.collective_rpc("stagetap_verdicts")
         finally:

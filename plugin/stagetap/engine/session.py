@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import threading
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from stagetap.engine.environment import READ_AT_IMPORT, engine_environment, is_cpu_build
-from stagetap.engine.refusal import REFUSAL_FILE_ENV, StartRefused
+from stagetap.engine.refusal import StartRefused
+from stagetap.engine.report import EngineReport, engine_report
 from stagetap.engine.series import check_series
 from stagetap.errors import Refused, StageTapError
 from stagetap.options import PARAMS_KEY
+from stagetap.wording import one_line
 
 CLOSE_SECONDS = 30.0
 """How long an engine may take to end before it is killed; vLLM's own default is not to wait."""
 
 DEATH_POLL_SECONDS = 0.5
+
+_WORDLESS = "its process ended without a word, as one that is killed does (out of memory?)"
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,10 @@ class Captured:
     bytes: int
     error: str | None
     suspended: bool = False
+
+
+class EngineStopped(StageTapError):
+    """The engine has died; the message is the cause, as far as one of its processes told."""
 
 
 class CaptureSession:
@@ -98,8 +104,11 @@ class CaptureSession:
         arguments = engine_arguments(
             model, pp, tp, {"max_model_len": max_len, **(engine_args or {})}
         )
-        with refusals_of_workers():
-            self._engine = _start(arguments, layers, store, options)
+        with ExitStack() as resources:
+            self._report = resources.enter_context(engine_report())
+            with starting(self._report):
+                self._engine = _start(arguments, layers, store, options)
+            self._resources = resources.pop_all()
         self._closing = threading.Event()
         threading.Thread(target=self._watch_engine, name="stagetap-watch", daemon=True).start()
 
@@ -119,6 +128,7 @@ class CaptureSession:
 
         Raises:
             Refused: a prompt that the engine's door refuses, such as one that is too long.
+            EngineStopped: the engine has died, of what the message says.
         """
         waiting = iter(prompts)
         running: dict[str, Prompt] = {}
@@ -131,13 +141,23 @@ class CaptureSession:
                         exhausted = True
                     else:
                         running[self._add(prompt)] = prompt
-                for output in self._engine.step() if running else ():
+                for output in self._step() if running else ():
                     if output.finished:
                         del running[output.request_id]
                         yield _captured(output)
         finally:
             if running:
                 self._engine.abort_request(list(running))
+
+    def _step(self) -> list[Any]:
+        """Outputs of requests that have gone on. Raises EngineStopped."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            outputs: list[Any] = self._engine.step()
+        except EngineDeadError as error:
+            raise EngineStopped(self._report.cause() or _WORDLESS) from error
+        return outputs
 
     def _watch_engine(self) -> None:
         """Wake ``step`` when the engine has died.
@@ -177,7 +197,8 @@ class CaptureSession:
     def close(self) -> None:
         """Stop the engine, which gets :data:`CLOSE_SECONDS` to let go of its store."""
         self._closing.set()
-        self._engine.engine_core.shutdown(timeout=CLOSE_SECONDS)
+        with self._resources:
+            self._engine.engine_core.shutdown(timeout=CLOSE_SECONDS)
 
     def __enter__(self) -> CaptureSession:
         return self
@@ -205,27 +226,22 @@ def engine_arguments(model: str, pp: int, tp: int, further: Mapping[str, Any]) -
 
 
 @contextmanager
-def refusals_of_workers() -> Iterator[None]:
-    """While an engine starts: what one of its processes refused is raised here, in one line.
+def starting(report: EngineReport) -> Iterator[None]:
+    """While an engine starts: why it does not is raised here, in one line.
 
     Raises:
         Refused: a process has refused, or vLLM does not take its arguments.
         StageTapError: vLLM did not start for another reason.
     """
-    with tempfile.TemporaryDirectory(prefix="stagetap-") as folder:
-        refusal = Path(folder, "refusal")
-        os.environ[REFUSAL_FILE_ENV] = str(refusal)
-        try:
-            yield
-        except StartRefused as error:
-            raise Refused(str(error)) from None
-        except Exception as error:
-            if refusal.exists():
-                line = refusal.read_text().splitlines()[0]
-                raise Refused(line.removeprefix("stagetap: refused: ")) from None
-            raise _start_failure(error) from error
-        finally:
-            del os.environ[REFUSAL_FILE_ENV]
+    try:
+        yield
+    except StartRefused as error:
+        raise Refused(str(error)) from None
+    except Exception as error:
+        if (refusal := report.refusal()) is not None:
+            raise Refused(refusal) from None
+        raise _start_failure(error, report.cause()) from error
+    report.forget()
 
 
 def _start(
@@ -240,16 +256,18 @@ def _start(
     return LLMEngine.from_engine_args(EngineArgs(**arguments, kv_transfer_config=transfer))
 
 
-def _start_failure(error: Exception) -> StageTapError:
+def _start_failure(error: Exception, cause: str | None) -> StageTapError:
     """What vLLM itself says against its arguments, in one line, or that it failed at its start."""
     details = getattr(error, "errors", None)  # of pydantic, whose message is several lines
     if callable(details) and (found := details()):
         reason = str(found[0]["msg"]).removeprefix("Value error, ")
         return Refused(f"vLLM refuses these arguments: {reason}")
     if isinstance(error, (TypeError, ValueError)):
-        return Refused(f"vLLM refuses these arguments: {error}")
+        logged = f" ({cause})" if cause else ""
+        return Refused(f"vLLM refuses these arguments: {one_line(error)}{logged}")
     return StageTapError(
-        f"vLLM did not start: {error}; its own log is above, VLLM_LOGGING_LEVEL=INFO says more"
+        f"vLLM did not start: {cause or one_line(error)}; its own log is above, "
+        "VLLM_LOGGING_LEVEL=INFO says more"
     )
 
 

@@ -290,6 +290,33 @@ def test_a_model_without_a_tokenizer(
     assert "write the prompts as prompt_token_ids" in done.stderr
 
 
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text"])
+def test_a_tokenizer_that_is_made_up(
+    capture: Command,
+    sessions: type[StoreSession],
+    checkpoint: Path,
+    prompt_file: Path,
+    model_type: str,
+) -> None:
+    """Of config.json alone transformers makes one that knows no word, or takes all for unknown."""
+    config = checkpoint / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": model_type}))
+    prompt_file.write_text('{"text": "hello"}\n')
+    done = capture()
+    assert (done.code, sessions.started) == (2, [])
+    assert "has no tokenizer; fetch its tokenizer files" in done.stderr
+
+
+def test_weights_are_looked_for_before_the_engine(
+    capture: Command, sessions: type[StoreSession], checkpoint: Path
+) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    done = capture()
+    assert (done.code, sessions.started) == (2, [])
+    assert "has no .safetensors file" in done.stderr
+    assert capture("--engine-arg", "load_format=dummy").code == 0
+
+
 def test_a_model_that_is_not_there(stagetap: Command, prompt_file: Path) -> None:
     done = stagetap(
         "capture", "--model", "./nowhere", "--prompts", prompt_file, "--out", "o", "--layers", "1"

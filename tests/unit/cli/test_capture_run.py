@@ -10,7 +10,7 @@ import pytest
 
 from stagetap.cli.capture_run import LISTED_FAILURES, CaptureRun
 from stagetap.cli.disk import SAMPLE_OVERHEAD_BYTES, DiskGuard
-from stagetap.engine.session import Captured, Prompt
+from stagetap.engine.session import Captured, EngineStopped, Prompt
 from stagetap.errors import Refused, StageTapError
 from stagetap.prompts import TokenPrompt
 
@@ -138,10 +138,13 @@ def test_a_wish_to_stop_lets_what_is_in_flight_end() -> None:
     assert tally.samples == 12 == len(session.seen)
 
 
-def test_an_engine_that_dies_by_itself() -> None:
+@pytest.mark.parametrize("died", [RuntimeError("no memory"), EngineStopped("no memory")])
+def test_an_engine_that_dies_by_itself(died: Exception) -> None:
     disk = Disk(10**9)
-    run = CaptureRun(FakeSession(disk, raises=RuntimeError("no memory")), prompts(9), disk.guard())
-    with pytest.raises(StageTapError, match=r"no memory; the 2 samples committed .* --resume"):
+    run = CaptureRun(FakeSession(disk, raises=died), prompts(9), disk.guard())
+    with pytest.raises(
+        StageTapError, match=r"^the engine stopped: no memory; the 2 samples committed .* --resume"
+    ):
         run.run(in_flight=1)
     assert run.tally.samples == 2
 

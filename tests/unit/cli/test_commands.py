@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -249,7 +250,56 @@ def test_doctor_on_a_checkpoint(stagetap: Command, checkpoint: Path) -> None:
     assert "name the model as well" in done.stderr
     (checkpoint / "model.safetensors").unlink()
     assert "has no .safetensors file" in stagetap("doctor", "--static", checkpoint, "--json").stdout
-    assert "is no folder" in stagetap("doctor", "--static", "org/name", "--json").stdout
+    missing = stagetap("doctor", "--static", checkpoint, "--json").json["checks"][-2]
+    assert "--pp N checks the configuration alone" in missing["cure"]
+    assert "is not on this machine" in stagetap("doctor", "--static", "org/name", "--json").stdout
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (None, "No such file"),
+        ("[1]", "holds no JSON object"),
+        ("5", "holds no JSON object"),
+        ('"text"', "holds no JSON object"),
+        ("null", "holds no JSON object"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"architectures": 5}', "architectures is 5, not a list of texts"),
+        ('{"architectures": {}}', "architectures is {}, not a list of texts"),
+        ('{"architectures": "LlamaForCausalLM"}', "architectures is 'LlamaForCausalLM', not"),
+        ('{"text_config": 5}', "text_config is 5, not an object"),
+        ('{"text_config": [1]}', "text_config is [1], not an object"),
+        ('{"num_hidden_layers": -2}', "num_hidden_layers is -2, not a size"),
+        ('{"num_hidden_layers": 1000000}', "num_hidden_layers is 1000000, not a size up to"),
+        ('{"hidden_size": "64"}', "hidden_size is '64', not a size"),
+    ],
+)
+@pytest.mark.parametrize("options", [[], ["--pp", 2]])
+def test_doctor_on_a_wrong_config(
+    stagetap: Command, tmp_path: Path, config: str | None, said: str, options: list[Any]
+) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    done = stagetap("doctor", "--static", tmp_path, "--json", *options)
+    assert done.code == 1
+    (wrong,) = [each for each in done.json["checks"] if each["check"] == "model"]
+    assert said in wrong["found"]
+    assert "\n" not in wrong["found"]
+
+
+def test_doctor_on_a_name_that_is_none(stagetap: Command, tmp_path: Path) -> None:
+    (tmp_path / "folder" / "config.json").mkdir(parents=True)
+    for name, said in (("x" * 5000, "no such folder"), ("folder", "Is a directory")):
+        done = stagetap("doctor", "--static", name, "--pp", 2, "--json")
+        assert done.code == 1
+        assert said in done.json["checks"][-1]["found"]
+
+
+@pytest.mark.parametrize("option", [["--layers", "2"], ["--tp", 2], ["--engine-arg", "seed=1"]])
+def test_doctor_ignores_nothing(stagetap: Command, checkpoint: Path, option: list[Any]) -> None:
+    done = stagetap("doctor", "--static", checkpoint, *option)
+    assert done.code == 2
+    assert "say on how many stages it shall run with --pp" in done.stderr
 
 
 # demo ---------------------------------------------------------------------------------------
