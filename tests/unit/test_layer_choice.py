@@ -17,6 +17,7 @@ from stagetap.layer_choice import (
     choose_layers,
     draft_layer_ids,
     needs_model,
+    read_draft,
     spread,
 )
 
@@ -223,6 +224,14 @@ def test_drafts_that_are_refused(config: dict[str, Any], said: str, tmp_path: Pa
     with pytest.raises(Refused) as refused:
         choose_layers(draft(tmp_path, **config), 30)
     assert said in str(refused.value)
+
+
+def test_a_draft_is_held_against_a_target_that_is_known(tmp_path: Path) -> None:
+    """As `stagetap doctor --config FILE --draft DRAFT` reads it."""
+    folder = draft(tmp_path, target_layer_ids=[1, 9, 17, 25, 33], num_target_layers=36)
+    with pytest.raises(Refused, match="made for a target of 36 layers, this model has 30"):
+        read_draft(folder, 30)
+    assert read_draft(folder, 36) == read_draft(folder, None) == (2, 10, 18, 26, 34)
 
 
 @pytest.mark.parametrize("text", ["", "[1, 2]", "{", "[" * 100_000])

@@ -156,6 +156,9 @@ def _show_dataset(document: dict[str, Any]) -> None:
     ):
         facts.add_row(label, str(value))
     console.print(facts)
+    if not document["runs"]:
+        console.print("no samples: none has been committed yet, or all were consumed or removed")
+        return
     runs = table("run", "layout", "samples", "tokens", "size", "vLLM", "last commit")
     for run in document["runs"]:
         runs.add_row(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,11 +18,14 @@ from stagetap.plan.weights import KINDS
 from stagetap.wording import counted, shortened
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from stagetap.plan.stages import Plan, Stage
 
 PARTITION_ENV = "VLLM_PP_LAYER_PARTITION"
 _GIB = 2**30
 _MOST_GIB = 2**20
+_BORDER, _COLUMN_FRAME = 1, 3  # characters
 
 
 def plan_command(
@@ -175,8 +178,9 @@ def _show(plan: Plan, name: str) -> None:
         f"taps {','.join(map(str, plan.layer_ids))}: id k is the residual stream after decoder "
         f"layer k-1, 0 the embedding output, {total} the last one, un-normed"
     )
-    console.print(_weights(plan))
-    console.print(_memory(plan))
+    for columns in (_weights(plan), _memory(plan)):
+        for rows in _tables(columns, console.width):
+            console.print(rows)
     say(f"stored: {human_bytes(1000 * plan.stored_token_bytes)} for 1,000 tokens, ids included")
     say(
         f"between stages: nothing; handing taps on to the last stage would move "
@@ -188,7 +192,7 @@ def _show(plan: Plan, name: str) -> None:
         say(f"estimated: {remark}")
 
 
-def _weights(plan: Plan) -> Any:
+def _weights(plan: Plan) -> dict[str, list[str]]:
     """Who owns what, and the weights of one GPU."""
     headers = {
         "stage": [str(stage.index) for stage in plan.stages],
@@ -202,10 +206,10 @@ def _weights(plan: Plan) -> Any:
     for kind in KINDS:
         headers[kind.replace("_", " ")] = _sizes(stage.weight_bytes[kind] for stage in plan.stages)
     headers["derived"] = _sizes(stage.derived_bytes for stage in plan.stages)
-    return _columns(headers)
+    return headers
 
 
-def _memory(plan: Plan) -> Any:
+def _memory(plan: Plan) -> dict[str, list[str]]:
     """What a capture and a cache take of one GPU, and the staging of the first rank."""
     columns = {
         "stage": [str(stage.index) for stage in plan.stages],
@@ -224,20 +228,32 @@ def _memory(plan: Plan) -> Any:
         columns["tokens"] = [
             "-" if stage.tokens is None else f"{stage.tokens:,}" for stage in plan.stages
         ]
-    return _columns(columns)
+    return columns
 
 
 def _sizes(sizes: Iterable[int]) -> list[str]:
     return [human_bytes(size) if size else "-" for size in sizes]
 
 
-def _columns(columns: Mapping[str, list[str]]) -> Any:
-    """A table of one row a stage, without the columns that hold nothing."""
-    shown = {name: cells for name, cells in columns.items() if set(cells) != {"-"}}
-    rows = table(*shown)
-    for row in zip(*shown.values(), strict=True):
-        rows.add_row(*row)
-    return rows
+def _tables(columns: Mapping[str, list[str]], width: int) -> Iterator[Table]:
+    """Tables of one row a stage, as many as it takes to fold no cell, without empty columns."""
+    (first, stages), *others = columns.items()
+    rest = {name: cells for name, cells in others if set(cells) != {"-"}}
+    while rest:
+        shown, used = {first: stages}, _BORDER + _width(first, stages)
+        for name, cells in list(rest.items()):
+            used += _width(name, cells)
+            if len(shown) > 1 and used > width:
+                break
+            shown[name] = rest.pop(name)
+        rows = table(*shown)
+        for row in zip(*shown.values(), strict=True):
+            rows.add_row(*row)
+        yield rows
+
+
+def _width(name: str, cells: list[str]) -> int:
+    return max(map(len, [name, *cells])) + _COLUMN_FRAME
 
 
 def _attention(plan: Plan, stage: Stage) -> str:

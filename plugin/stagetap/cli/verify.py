@@ -95,6 +95,8 @@ def _show(uri: str, checksums: bool, report: VerifyReport) -> None:
         f"{len(report.problems)} not",
         soft_wrap=True,
     )
+    if not report.samples and not report.problems:
+        console.print("no samples: none has been committed yet, or all were consumed or removed")
     for entry in report.duplicates:
         console.print(
             f"committed twice: sample {entry.sample_id!r} of run {entry.run_id!r}; attempt "

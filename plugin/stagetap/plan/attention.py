@@ -48,6 +48,7 @@ class GroupedAttention:
         gated: queries come with a gate of their own size.
         sinks: one learned sink a head.
         head_norms: a norm over each query and key head.
+        whole_norms: a norm over all queries together, and one over all keys.
     """
 
     heads: int
@@ -57,6 +58,7 @@ class GroupedAttention:
     qkv_bias: bool = False
     output_bias: bool = False
     head_norms: bool = False
+    whole_norms: bool = False
     gated: bool = False
     sinks: bool = False
 
@@ -85,6 +87,9 @@ class GroupedAttention:
         )
         if self.head_norms:
             found += [vector(f"{prefix}.{name}", self.head_dim) for name in ("q_norm", "k_norm")]
+        if self.whole_norms:
+            keys = self.kv_heads * self.head_dim
+            found += [vector(f"{prefix}.q_norm", width), vector(f"{prefix}.k_norm", keys)]
         if self.sinks:
             found.append(vector(f"{prefix}.sinks", self.heads, heads))
         return found

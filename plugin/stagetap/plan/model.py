@@ -87,7 +87,9 @@ _DOCTOR_KNOWS = (
     "captured"
 )
 _FOUR_NORMS = {"gemma2", "gemma3", "gemma3_text", "glm4", "glm4_moe_lite"}
+_ONE_NORM = {"cohere", "cohere2"}
 _HEAD_NORMS = ("qwen3", "gemma3")
+_WHOLE_NORMS = {"olmo2", "olmoe"}
 _QUERY_BIAS = {"qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl", "qwen2_vl_text", "qwen2_5_vl_text"}
 _OUTPUT_BIAS = {"llama", "granite", "gpt_oss"}
 _ALL_WINDOWED = {"mistral", "mixtral", "phi3"}
@@ -242,7 +244,7 @@ def _read(outer: ConfigValues, values: ConfigValues, model_type: str, dtype: str
         DecoderLayer(
             attention[index],
             _feed_forward(values, model_type, index),
-            norms=(4 if model_type in _FOUR_NORMS else 2) + 2 * residuals,
+            norms=_norms(model_type) + 2 * residuals,
             residual_gates=2 * residuals,
         )
         for index in range(total)
@@ -261,6 +263,11 @@ def _read(outer: ConfigValues, values: ConfigValues, model_type: str, dtype: str
         quantization=quantization,
         remarks=tuple(remarks),
     )
+
+
+def _norms(model_type: str) -> int:
+    """Norms of a decoder layer, those within its attention left out."""
+    return 4 if model_type in _FOUR_NORMS else 1 if model_type in _ONE_NORM else 2
 
 
 def _check_kind(values: ConfigValues) -> None:
@@ -410,6 +417,7 @@ def _softmax_attention(values: ConfigValues, model_type: str, window: int | None
         qkv_bias=bias or values.flag("qkv_bias", model_type in _QUERY_BIAS),
         output_bias=bias and model_type in _OUTPUT_BIAS,
         head_norms=model_type.startswith(_HEAD_NORMS),
+        whole_norms=model_type in _WHOLE_NORMS,
         gated=values.flag("attn_output_gate", model_type == "qwen3_next"),
         sinks=model_type == "gpt_oss",
     )

@@ -53,6 +53,17 @@ def test_inspect_one_run(stagetap: Command, dataset: Path) -> None:
     assert (found["samples"], [run["run_id"] for run in found["runs"]]) == (1, ["run-2"])
 
 
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_store_without_samples_is_said_to_be_one(
+    stagetap: Command, tmp_path: Path, command: str
+) -> None:
+    Engine(tmp_path / "empty").close()
+    done = stagetap(command, tmp_path / "empty")
+    assert done.code == 0
+    assert "no samples: none has been committed yet" in done.stdout
+    assert "┃" not in done.stdout
+
+
 def test_inspect_prints_tables(stagetap: Command, dataset: Path) -> None:
     done = stagetap("inspect", dataset)
     assert done.code == 0

@@ -48,6 +48,20 @@ def test_the_table_names_owners_and_bytes(stagetap: Command, target: Path) -> No
     assert "estimated: memory for activations" in done.stdout
 
 
+@pytest.mark.parametrize("columns", [40, 80, 120])
+def test_no_number_is_folded(
+    stagetap: Command, target: Path, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    arguments = ["plan", target, "--layers", "2,3,last", "--pp", 2, "--gpu-memory-gib", 80]
+    whole = stagetap(*arguments).stdout
+    cells = {cell.strip() for line in whole.splitlines() if "│" in line for cell in line.split("│")}
+    monkeypatch.setenv("COLUMNS", str(columns))
+    narrow = stagetap(*arguments).stdout
+    rows = [line for line in narrow.splitlines() if line[0] in "┏┃┡│└"]
+    assert max(map(len, rows)) <= columns
+    assert cells == {cell.strip() for line in rows if "│" in line for cell in line.split("│")}
+
+
 def test_capacity_and_advice(stagetap: Command, target: Path) -> None:
     arguments = ["plan", target, "--layers", "5,6", "--pp", 2, "--reserve-gib", 0]
     done = stagetap(*arguments, "--gpu-memory-gib", 0.1, "--max-num-batched-tokens", 90000)

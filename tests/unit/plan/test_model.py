@@ -86,6 +86,15 @@ def test_experts_by_hand() -> None:
     assert elements_by_kind(MOE)["routed_experts"] == 6 * experts
 
 
+@pytest.mark.parametrize(
+    ("model_type", "more"),
+    [("olmo2", 4 * 32 + 2 * 32), ("olmoe", 4 * 32 + 2 * 32), ("cohere", -128), ("cohere2", -128)],
+)
+def test_norms_by_hand(model_type: str, more: int) -> None:
+    found = read_model({**LLAMA, "model_type": model_type}).parameters()
+    assert found == read_model(LLAMA).parameters() + 6 * more
+
+
 def test_which_layers_are_sparse() -> None:
     sparse = {**MOE, "mlp_only_layers": [1], "decoder_sparse_step": 2}
     names = [type(layer.feed_forward).__name__ for layer in read_model(sparse).layers]
