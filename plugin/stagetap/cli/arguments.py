@@ -11,6 +11,7 @@ import typer
 from stagetap.config_values import MAX_SIZE
 from stagetap.errors import Refused
 from stagetap.layer_choice import HELP
+from stagetap.wording import shown
 
 JsonOption = Annotated[bool, typer.Option("--json", help="One line of JSON on stdout.")]
 ModelOption = Annotated[
@@ -44,18 +45,21 @@ EngineArgOption = Annotated[
 def engine_arguments(given: Sequence[str] | None) -> dict[str, Any]:
     """``["gpu_memory_utilization=0.5"]`` as a dictionary.
 
-    Raises Refused for a pair without ``=``, a name that is no identifier, or one given twice.
+    Raises Refused for a pair without ``=``, a name that is no identifier, one given twice, or JSON
+    that is nested too deeply.
     """
     arguments: dict[str, Any] = {}
     for pair in given or ():
         name, equals, value = pair.partition("=")
         name = name.strip().replace("-", "_")
         if not equals or not name.isidentifier():
-            raise Refused(f"--engine-arg {pair!r}: write NAME=VALUE, such as block_size=32")
+            raise Refused(f"--engine-arg {shown(pair)}: write NAME=VALUE, such as block_size=32")
         if name in arguments:
             raise Refused(f"--engine-arg {name} is given twice; keep one of them")
         try:
             arguments[name] = json.loads(value)
-        except json.JSONDecodeError:
-            arguments[name] = value
+        except RecursionError:
+            raise Refused(f"--engine-arg {name} is nested too deeply; write flatter JSON") from None
+        except ValueError:
+            arguments[name] = value  # plain text
     return arguments

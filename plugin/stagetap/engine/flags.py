@@ -10,6 +10,7 @@ from stagetap.engine.refusal import announced
 from stagetap.errors import Refused
 from stagetap.layer_choice import HELP, check_choice, choose_layers, needs_model
 from stagetap.options import CONNECTOR_NAME
+from stagetap.wording import shortened, shown
 
 if TYPE_CHECKING:
     import argparse
@@ -72,9 +73,9 @@ def further_options(text: str | None) -> dict[str, Any]:
     """What ``--stagetap-options`` says; names and types are checked with the other options."""
     try:
         options = json.loads(text or "{}")
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise Refused(
-            f"--stagetap-options {text!r} is no JSON ({error}); write it like "
+            f"--stagetap-options {shown(text)} is no JSON ({shortened(str(error))}); write it like "
             "'{\"publish_timeout_s\": 30}'"
         ) from None
     if not isinstance(options, dict):

@@ -325,6 +325,15 @@ def test_a_model_that_is_not_there(stagetap: Command, prompt_file: Path) -> None
     assert "model ./nowhere: no such folder" in done.stderr
 
 
+def test_an_engine_argument_that_no_engine_takes(
+    capture: Command, sessions: type[StoreSession]
+) -> None:
+    done = capture("--engine-arg", f"hf_overrides={'[' * 60_000}")
+    assert (done.code, sessions.started) == (2, [])
+    assert "--engine-arg hf_overrides is nested too deeply" in done.stderr
+    assert capture("--engine-arg", f"seed={'9' * 5000}").code == 0  # text; vLLM refuses it
+
+
 def test_an_engine_argument_that_is_none(capture: Command, sessions: type[StoreSession]) -> None:
     assert "write NAME=VALUE" in capture("--engine-arg", "x").stderr
     twice = capture("--engine-arg", "x=1", "--engine-arg", "x=2")
