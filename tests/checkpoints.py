@@ -89,6 +89,7 @@ FAMILIES = {
     "llama-int8": Family("LlamaConfig", "LlamaForCausalLM", int8=True),
     # A layer changes the stream by a sixth, as in real models, and so passes less rounding on.
     "llama-calm": Family("LlamaConfig", "LlamaForCausalLM", gain=0.5),
+    "qwen3-moe-calm": Family("Qwen3MoeConfig", "Qwen3MoeForCausalLM", EXPERTS, gain=0.5),
     "mistral": _family("Mistral", sliding_window=64),
     "qwen2": _family("Qwen2"),
     "qwen3": _family("Qwen3"),

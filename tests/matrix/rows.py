@@ -113,6 +113,7 @@ MODELS = {
         ),
         Model("llama-int8", "llama-int8"),
         Model("llama-calm", "llama-calm"),
+        Model("qwen3-moe-calm", "qwen3-moe-calm"),
     )
 }
 
@@ -120,7 +121,7 @@ EXACT = ("llama", "granite", "cohere", "gpt-oss", "gemma3", "deepseek-v3", "qwen
 """Models that are tried in float32 too, where rounding hides nothing and every token counts. On CPU
 the linear attention of Qwen3-Next is built for bfloat16 alone."""
 
-VARIANTS = {"llama-int8", "llama-calm"}
+VARIANTS = {"llama-int8", "llama-calm", "qwen3-moe-calm"}
 """Models that are tried for one thing alone."""
 
 _EXPERT_PARALLEL: dict[str, Any] = {
@@ -154,6 +155,15 @@ ROWS = (
         **_FP32,
     ),
     Row("qwen3-moe", tp=2, **_EXPERT_PARALLEL),
+    Row(
+        "qwen3-moe-calm",
+        pp=1,
+        tp=2,
+        against_one_rank=True,
+        expect="bounded",
+        bound=TP_BOUND_BF16,
+        **_EXPERT_PARALLEL,
+    ),
     Row(
         "qwen3-moe",
         pp=1,
