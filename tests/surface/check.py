@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from surface.sources import Found, Function, Plugin, _absolute
@@ -41,33 +41,43 @@ def check(plugin: Plugin) -> Report:
 
 
 def _check_imports(plugin: Plugin, module: str, tree: ast.Module, report: Report) -> None:
-    elsewhere = _alternatives(tree)
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("vllm"):
-            continue
-        for alias in node.names:
-            report.imports += 1
-            places = (node, *elsewhere.get(node, ()))
-            if all(plugin.resolve(_absolute("", each), alias.name) is None for each in places):
-                report.findings.append(f"{module}: {node.module} has no {alias.name}")
-
-
-def _alternatives(tree: ast.Module) -> dict[ast.AST, list[ast.ImportFrom]]:
-    """Imports of a ``try`` and of its ``except ImportError``: a name must be in one of them."""
-    found: dict[ast.AST, list[ast.ImportFrom]] = {}
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Try):
-            continue
-        handlers = [
-            handler
-            for handler in node.handlers
-            if handler.type is not None and ast.unparse(handler.type) == "ImportError"
+    def missing(nodes: list[ast.ImportFrom]) -> list[str]:
+        return [
+            f"{module}: {node.module} has no {alias.name}"
+            for node in nodes
+            for alias in node.names
+            if plugin.resolve(_absolute("", node), alias.name) is None
         ]
-        statements = [*node.body, *(each for handler in handlers for each in handler.body)]
-        imports = [each for each in statements if isinstance(each, ast.ImportFrom)]
-        if handlers:
-            found |= dict.fromkeys(imports, imports)
-    return found
+
+    ways: list[list[list[ast.ImportFrom]]] = [
+        [_imports(node.body), *(_imports(each.body) for each in handlers)]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Try) and (handlers := _import_errors(node))
+    ]
+    tried = {node for way in ways for nodes in way for node in nodes}
+    plain = [node for node in _imports(list(ast.walk(tree))) if node not in tried]
+    report.imports += sum(len(node.names) for node in [*plain, *tried])
+    report.findings += missing(plain)
+    for way in ways:
+        # One of them must be there in full; where none is, the last is what would be raised.
+        if all(missing(nodes) for nodes in way):
+            report.findings += missing(way[-1])
+
+
+def _imports(nodes: Iterable[ast.AST]) -> list[ast.ImportFrom]:
+    return [
+        node
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm")
+    ]
+
+
+def _import_errors(node: ast.Try) -> list[ast.ExceptHandler]:
+    return [
+        handler
+        for handler in node.handlers
+        if handler.type is not None and ast.unparse(handler.type) == "ImportError"
+    ]
 
 
 def _check_class(plugin: Plugin, found: Found, report: Report) -> None:
