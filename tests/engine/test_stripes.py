@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    HiddenStateCacheSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from stagetap.engine.capacity import capacity, without_layers
 from stagetap.engine.capture.stripes import cut
+from stagetap.engine.worker_side import _cache_group
+from stagetap.errors import Refused
 
 
 @pytest.mark.parametrize(
@@ -38,3 +53,48 @@ def test_no_stage_has_more_stripes_than_pages_or_an_empty_one(
     for row, page, count in zip(rows, pages, counts, strict=True):
         assert count <= page
         assert (count - 1) * width < row <= count * width or row == count == 0
+
+
+def _config(groups: list[list[str]]) -> KVCacheConfig:
+    """100 blocks of two pages, and specs told by the names."""
+    attention = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
+    page = attention.page_size_bytes
+    taps = HiddenStateCacheSpec(
+        block_size=8, num_kv_heads=1, head_size=page // 16, dtype=torch.bfloat16
+    )
+    return KVCacheConfig(
+        num_blocks=100,
+        kv_cache_tensors=[KVCacheTensor(200 * page, groups[0], 100 * page, page)],
+        kv_cache_groups=[
+            KVCacheGroupSpec(names, taps if names[0].startswith("taps") else attention)
+            for names in groups
+        ],
+    )
+
+
+def test_a_group_holds_all_stripes_or_the_layout_is_refused() -> None:
+    cache: Any = SimpleNamespace(layer_names=("taps.6", "taps.7"))
+    config = _config([["layers.0", "layers.1"], ["taps.6", "taps.7"]])
+    assert _cache_group(config, cache) == 1
+    assert _cache_group(config, None) is None
+    with pytest.raises(Refused, match=r"the 2 stripes .* several groups.*VLLM_KV_CACHE_LAYOUT"):
+        _cache_group(_config([["layers.0"], ["taps.6"], ["taps.7"]]), cache)
+
+
+def test_capacity_is_told_with_taps_and_without() -> None:
+    """Of 1600 tokens a block each 16, taps take two blocks more: a third is left."""
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=160),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=1, prefill_context_parallel_size=1
+        ),
+        cache_config=SimpleNamespace(
+            num_gpu_blocks_override=None,
+            prefix_cache_retention_interval=None,
+            get_resolved_kv_cache_layout=lambda: KVCacheLayout.LBNHC,
+        ),
+        attention_config=SimpleNamespace(hisparse_config=None),
+    )
+    caches = _config([["layers.0", "layers.1"], ["taps.6", "taps.7"]])
+    assert capacity(config, without_layers(config, caches, ("taps.6", "taps.7"))) == 1600
+    assert capacity(config, caches) == 1600 // 3

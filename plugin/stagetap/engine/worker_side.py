@@ -18,7 +18,7 @@ from stagetap.engine.messages import SaveOrder, StepOrders, WorkerFacts, WorkerN
 from stagetap.engine.metrics import FragmentOutcome, StageTapStats, StatsOutbox
 from stagetap.engine.pages import Gather, TapPages, page_pieces, spanned_memory
 from stagetap.engine.series import check_series
-from stagetap.errors import StoreError
+from stagetap.errors import Refused, StoreError
 from stagetap.manifest import Layer
 from stagetap.publish.pool import check_slot_bytes
 from stagetap.publish.publisher import FragmentJob, FragmentReport, Publisher
@@ -324,12 +324,18 @@ class WorkerSide:
 
 
 def _cache_group(kv_cache_config: KVCacheConfig, cache: TapCache | None) -> int | None:
-    """Index of the KV cache group that holds a tap cache; the same on the scheduler side."""
+    """Index of the KV cache group that holds a tap cache; the same on the scheduler side.
+
+    Raises:
+        Refused: it lies in several, so that its stripes have no blocks in common.
+    """
     if cache is None:
         return None
-    (group,) = (
-        index
-        for index, spec in enumerate(kv_cache_config.kv_cache_groups)
-        if set(cache.layer_names) <= set(spec.layer_names)
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        if set(cache.layer_names) <= set(group.layer_names):
+            return index
+    raise Refused(
+        f"vLLM keeps the {len(cache.layer_names)} stripes of this stage's tap cache in several "
+        "groups, as it does when blocks hold pages of different sizes: set VLLM_KV_CACHE_LAYOUT to "
+        "a layout that keeps layers apart, such as LBNHC"
     )
-    return group
