@@ -8,18 +8,13 @@ import sys
 import pytest
 
 from engine.harness import clean_environment
-from stagetap.errors import Refused
-from stagetap.stores.mooncake_package import load_mooncake, tell_library
+from mooncake_here import require_mooncake
 
 pytestmark = [pytest.mark.engine, pytest.mark.mooncake, pytest.mark.full]
 
 
 def test_demo_online() -> None:
-    tell_library(10)
-    try:
-        load_mooncake()
-    except Refused as refused:
-        pytest.skip(str(refused))
+    require_mooncake()
     done = subprocess.run(
         [sys.executable, "-m", "stagetap", "demo-online"],
         env=clean_environment(),

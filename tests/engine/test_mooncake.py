@@ -10,31 +10,27 @@ import pytest
 
 from engine.conftest import LENGTHS
 from engine.harness import Arm, random_prompts
+from mooncake_here import require_mooncake
 from mooncake_run import samples_in
 from stagetap import open_dataset
 from stagetap.engine.scheduler_side import SchedulerSide
 from stagetap.errors import Refused
-from stagetap.stores.mooncake_package import load_mooncake, tell_library
 from stagetap.stores.mooncake_processes import Master
 from store_samples import tapped
 
-pytestmark = [pytest.mark.engine, pytest.mark.mooncake, pytest.mark.full]
+pytestmark = [pytest.mark.engine, pytest.mark.mooncake]
 
 LAYERS = [6, 0, 3, 2, 4]
 
 
 @pytest.fixture(scope="module")
 def master() -> Iterator[Master]:
-    tell_library(10)
-    try:
-        load_mooncake()
-    except Refused as refused:
-        pytest.skip(str(refused))
+    require_mooncake()
     with Master(lease_ms=500) as master:
         yield master
 
 
-@pytest.mark.parametrize("direct_pages", ["auto", "off"])
+@pytest.mark.parametrize("direct_pages", ["auto", pytest.param("off", marks=pytest.mark.full)])
 def test_what_a_trainer_consumes_is_bitwise_what_a_directory_holds(
     captured: Callable[..., Any], checkpoint: Callable[..., str], master: Master, direct_pages: str
 ) -> None:

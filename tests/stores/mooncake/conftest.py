@@ -8,9 +8,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from stagetap.errors import Refused
+from mooncake_here import require_mooncake
 from stagetap.stores.mooncake_client import MooncakeClient, Role, open_client
-from stagetap.stores.mooncake_package import load_mooncake, tell_library
 from stagetap.stores.mooncake_processes import Master
 from stagetap.stores.mooncake_uri import parse_uri
 
@@ -25,22 +24,17 @@ _RPC_SECONDS = 2.0
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything in this folder is marked, and stays out of CI until its time has been measured."""
+    """Everything in this folder is marked."""
     here = os.path.dirname(__file__)
     for item in items:
         if str(item.path).startswith(here + os.sep):
             item.add_marker(pytest.mark.mooncake)
-            item.add_marker(pytest.mark.full)
 
 
 @pytest.fixture(scope="session")
 def mooncake() -> None:
-    """Skips where Mooncake cannot be loaded, with the cure as the reason."""
-    tell_library(_RPC_SECONDS)
-    try:
-        load_mooncake()
-    except Refused as refused:
-        pytest.skip(str(refused))
+    """Skips where Mooncake cannot be had."""
+    require_mooncake(_RPC_SECONDS)
 
 
 @pytest.fixture(scope="session")

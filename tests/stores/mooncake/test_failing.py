@@ -163,6 +163,7 @@ def test_a_host_of_memory_that_hangs_is_reported_in_time(
         assert until_it_works(lambda: client.put("k3", b"x"), 15) < 15
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("close", [True, False])
 def test_a_process_ends_although_a_call_hangs(own_master: Master, close: bool) -> None:
     """A call that came back into an interpreter that is gone would abort the process; and closing a

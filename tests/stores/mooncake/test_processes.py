@@ -177,6 +177,7 @@ def test_an_engine_killed_anywhere_hides_nothing_that_it_told(
         assert torch.equal(sample.layer(4), states(4, 100, number).bfloat16())
 
 
+@pytest.mark.full
 def test_two_processes_share_a_run_and_one_of_them_dies(
     hosted: Callable[[str], str], own_master: Master, start: Start
 ) -> None:
