@@ -17,7 +17,9 @@ from stagetap.cli.doctor import doctor_command
 from stagetap.cli.equivalence import equivalence_command
 from stagetap.cli.inspect import inspect_command
 from stagetap.cli.plan import plan_command
+from stagetap.cli.rows import rows_command
 from stagetap.cli.serve import serve_command
+from stagetap.cli.train import train_command
 from stagetap.cli.verify import verify_command
 from stagetap.errors import Refused, StageTapError
 
@@ -29,6 +31,16 @@ app.command("inspect")(inspect_command)
 app.command("verify")(verify_command)
 app.command("equivalence")(equivalence_command)
 app.command("serve", context_settings={"allow_extra_args": True})(serve_command)
+app.command("rows")(rows_command)
+app.command(
+    "train",
+    context_settings={
+        "allow_extra_args": True,
+        "allow_interspersed_args": False,
+        "ignore_unknown_options": True,
+        "help_option_names": [],
+    },
+)(train_command)
 app.command("plan")(plan_command)
 app.command("doctor")(doctor_command)
 app.command("demo")(demo_command)

@@ -6,6 +6,8 @@ from typing import Any
 
 from transformers import AutoConfig, DeepseekV3Config
 
+from stagetap.taps import STREAM_MIXTURE, STREAM_PREFIX_SUM
+
 from .rope import ROPE_THETA, rope_parameters
 
 MODEL_TYPE = "k3_dspark"
@@ -82,6 +84,11 @@ class K3DSparkConfig(DeepseekV3Config):
                 "a K3 draft needs target_layer_ids: which layers of the target it reads"
             )
         return [layer + 1 for layer in self.target_layer_ids]
+
+    @property
+    def stream(self) -> str:
+        """The stream kind whose taps this draft reads."""
+        return STREAM_MIXTURE if self.fc_norm else STREAM_PREFIX_SUM
 
     def check_complete(self) -> None:
         """Raises ValueError naming what a model needs and this configuration leaves open."""

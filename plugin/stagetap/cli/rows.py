@@ -1,0 +1,67 @@
+"""``stagetap rows``: the rows that a draft is trained on, out of a dataset."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stagetap.cli.arguments import JsonOption
+from stagetap.cli.output import print_json, results, stdout_kept_clean
+from stagetap.errors import Refused
+
+if TYPE_CHECKING:
+    from stagetap.training.rows import LearnFrom
+
+
+def rows_command(
+    uri: Annotated[
+        str, typer.Argument(help="A directory, file:///directory or mooncake://MASTER:PORT/RUN.")
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", help="A folder to make: --data-path of stagetap train.")
+    ],
+    run: Annotated[str | None, typer.Option("--run", help="This run alone.")] = None,
+    learn_from: Annotated[
+        str,
+        typer.Option("--learn-from", help="output: the tokens that the target sampled; all."),
+    ] = "output",
+    min_loss_tokens: Annotated[
+        int,
+        typer.Option(
+            "--min-loss-tokens", min=1, help="Leave out samples with fewer tokens to learn from."
+        ),
+    ] = 1,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the token ids and loss masks of a dataset's samples as a data folder of speculators.
+
+    The states stay where they are: `stagetap train` finds the sample of each row.
+    """
+    from stagetap import open_dataset
+    from stagetap.training.register import require_speculators
+
+    choice = _learn_from(learn_from)
+    require_speculators()
+    with stdout_kept_clean() as stdout:
+        from stagetap.training.rows import write_rows
+
+        report = write_rows(open_dataset(uri, run=run), out, choice, min_loss_tokens)
+        document = {"out": str(out), **asdict(report)}
+        if as_json:
+            print_json(document, stdout)
+            return
+        results(stdout).print(
+            f"{out}: {report.rows} rows of {report.tokens} tokens, {report.loss_tokens} of them to "
+            f"learn from; {report.too_few} samples left out for having fewer than {min_loss_tokens}"
+        )
+
+
+def _learn_from(text: str) -> LearnFrom:
+    if text == "output":
+        return "output"
+    if text == "all":
+        return "all"
+    raise Refused(f"--learn-from {text}: write output or all")

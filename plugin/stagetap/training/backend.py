@@ -1,0 +1,118 @@
+"""The hidden-states backend ``stagetap`` of speculators."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from typing import Any
+
+from hs_connectors import HiddenStatesBackend
+
+from stagetap.errors import Refused
+from stagetap.taps import STREAM_MIXTURE, STREAM_PREFIX_SUM, STREAM_RESIDUAL
+from stagetap.training.reads import check_dataset, check_target, draft_reads
+from stagetap.training.transfer import Source, StageTapTransfer
+from stagetap.wording import counted
+
+BACKEND = "stagetap"
+
+logger = logging.getLogger("speculators")
+
+
+@HiddenStatesBackend.register(BACKEND)
+class StageTapBackend(HiddenStatesBackend):
+    """Reads a directory or a Mooncake run that StageTap has captured."""
+
+    @staticmethod
+    def add_train_args(parser: argparse.ArgumentParser) -> None:
+        """Flags of ``speculators train``; all of them are for this backend."""
+        parser.add_argument(
+            "--stagetap-store",
+            default=None,
+            help="The dataset: a directory, file:///directory or mooncake://MASTER:PORT/RUN.",
+        )
+        parser.add_argument("--stagetap-run", default=None, help="One run of the dataset alone.")
+        parser.add_argument(
+            "--stagetap-stream",
+            default=None,
+            choices=(STREAM_RESIDUAL, STREAM_PREFIX_SUM, STREAM_MIXTURE),
+            help="The stream kind that the draft will be served on. Default: what it says itself.",
+        )
+        parser.add_argument(
+            "--stagetap-verify",
+            default="sizes",
+            choices=("sizes", "checksums"),
+            help="What is compared of each sample that is read. Default: sizes and token ids.",
+        )
+        parser.add_argument(
+            "--stagetap-wait-s",
+            type=float,
+            default=0.0,
+            help="How long a row may wait for its sample, while it is being captured. Default: 0.",
+        )
+        parser.add_argument(
+            "--stagetap-target",
+            default="same",
+            choices=("same", "any"),
+            help="Whether the verifier's folder must be the very checkpoint that was captured.",
+        )
+
+    @staticmethod
+    def add_launch_args(parser: argparse.ArgumentParser) -> None:
+        """None: the engine is started by StageTap's own command."""
+
+    @staticmethod
+    def from_train_args(args: argparse.Namespace, data_path: str) -> StageTapTransfer:
+        """The transfer of these arguments, its dataset held against draft and rows.
+
+        Raises:
+            Refused: no dataset was named, or it does not fit draft, target or rows.
+            StageTapError: as ``open_dataset``.
+        """
+        if args.stagetap_store is None:
+            raise Refused(
+                f"--hidden-states-backend {BACKEND} needs --stagetap-store: a directory or "
+                "mooncake://MASTER:PORT/RUN"
+            )
+        reads = draft_reads(args)
+        source = Source(
+            uri=args.stagetap_store,
+            run=args.stagetap_run,
+            stream=reads.stream,
+            verify=args.stagetap_verify == "checksums",
+            wait_s=args.stagetap_wait_s,
+        )
+        stored = source.open_invariant()
+        check_dataset(source.uri, stored, reads)
+        if args.stagetap_target == "same":
+            check_target(source.uri, stored, args.verifier_name_or_path)
+        transfer = StageTapTransfer(
+            source, data_path, reads.columns, may_miss=args.on_missing in ("skip", "warn")
+        )
+        _check_rows(transfer, source, data_path)
+        return transfer
+
+    @staticmethod
+    def build_kv_transfer_config(args: argparse.Namespace) -> dict[str, Any]:
+        """Raises Refused: speculators' launcher cannot start an engine that StageTap patches."""
+        raise Refused("start the engine with stagetap serve or stagetap capture")
+
+
+def _check_rows(transfer: StageTapTransfer, source: Source, data_path: str) -> None:
+    """Say how many rows have no sample, and refuse where training on the rest was not asked for."""
+    absent = transfer.rows_without_sample()
+    if not absent:
+        return
+    found = (
+        f"{len(absent)} of {counted(transfer.row_count, 'row')} of {data_path} have no sample in "
+        f"{source.uri}, row {absent[0]} the first"
+    )
+    awaited = source.wait_s > 0
+    if not awaited and len(absent) == transfer.row_count:
+        raise Refused(f"{found}: write rows of this dataset with stagetap rows")
+    if not awaited and not transfer.may_miss:
+        raise Refused(
+            f"{found}: capture them, wait for them with --stagetap-wait-s, or leave them out with "
+            "--on-missing skip or warn"
+        )
+    logger.warning(found)

@@ -1,0 +1,105 @@
+"""Training rows of a dataset: the tokens of each sample, and which of them are learnt from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from stagetap.errors import Refused
+from stagetap.reader.dataset import HiddenStatesDataset
+from stagetap.reader.sample import Sample
+from stagetap.stores.file_io import listed
+
+LearnFrom = Literal["output", "all"]
+
+
+@dataclass(frozen=True)
+class RowsReport:
+    """What was written.
+
+    Attributes:
+        rows: how many.
+        tokens: of all of them.
+        loss_tokens: of those, how many are learnt from.
+        too_few: samples left out for having too few of these.
+    """
+
+    rows: int
+    tokens: int
+    loss_tokens: int
+    too_few: int
+
+
+def write_rows(
+    dataset: HiddenStatesDataset, folder: Path, learn_from: LearnFrom, min_loss_tokens: int
+) -> RowsReport:
+    """Write a data folder for ``speculators train``: one row a sample, in the dataset's order.
+
+    Its columns: ``input_ids`` and ``loss_mask``, int64 [T], and ``seq_len``. Beside it lies
+    ``token_freq.pt``, from which speculators chooses a smaller vocabulary for a draft.
+
+    Args:
+        learn_from: ``output``: tokens that the target sampled; ``all``: every token.
+        min_loss_tokens: samples with fewer tokens to learn from are left out.
+
+    Raises:
+        Refused: the folder is not empty, or there would be no row.
+        StageTapError: as reading a sample.
+    """
+    from datasets import Dataset
+    from datasets.utils.logging import disable_progress_bar
+    from speculators.train.vocab_mapping import save_token_frequency_distribution
+
+    if folder.exists() and (not folder.is_dir() or listed(str(folder))):
+        raise Refused(f"{folder} is not an empty folder; choose another --out")
+    rows = list(_rows(dataset, learn_from))
+    kept = [row for row in rows if row.loss_tokens >= min_loss_tokens]
+    if not kept:
+        raise Refused(
+            f"no sample has {min_loss_tokens} tokens to learn from: capture with --include-output, "
+            "or write rows with --learn-from all"
+        )
+    disable_progress_bar()
+    table = Dataset.from_dict(
+        {
+            "input_ids": [row.input_ids for row in kept],
+            "loss_mask": [row.loss_mask for row in kept],
+            "seq_len": [len(row.input_ids) for row in kept],
+        }
+    ).with_format("torch")
+    table.save_to_disk(folder)
+    save_token_frequency_distribution(table, folder / "token_freq.pt")
+    return RowsReport(
+        rows=len(kept),
+        tokens=sum(len(row.input_ids) for row in kept),
+        loss_tokens=sum(row.loss_tokens for row in kept),
+        too_few=len(rows) - len(kept),
+    )
+
+
+@dataclass(frozen=True)
+class _Row:
+    input_ids: np.ndarray  # int64 [T]
+    loss_mask: np.ndarray  # int64 [T]
+
+    @property
+    def loss_tokens(self) -> int:
+        return int(self.loss_mask.sum())
+
+
+def _rows(dataset: HiddenStatesDataset, learn_from: LearnFrom) -> Iterator[_Row]:
+    for sample in dataset:
+        # A copy: the tokens are mapped from a file that must not stay open for each row.
+        input_ids = sample.input_ids.numpy().copy()
+        yield _Row(input_ids, _loss_mask(sample, learn_from))
+
+
+def _loss_mask(sample: Sample, learn_from: LearnFrom) -> np.ndarray:
+    mask = np.ones(sample.manifest.token_count, dtype=np.int64)
+    if learn_from == "output":
+        mask[: sample.manifest.prompt_token_count] = 0
+    return mask

@@ -1,0 +1,172 @@
+"""What the backend refuses, before the first step."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drafts.tiny_k3 import draft, draft_config, write_target
+from stagetap import Refused, SampleNotFound, StreamMismatch, open_dataset
+from stagetap.fingerprint import weights_fingerprint
+from stagetap.stores.base import Invariant
+from stagetap.training.backend import StageTapBackend
+from stagetap.training.reads import DraftReads, check_dataset, draft_reads
+from stagetap.training.rows import write_rows
+from training.conftest import Export
+from training.test_transfer import rows_of
+
+
+def arguments(target: Path, **changes: Any) -> argparse.Namespace:
+    """What speculators hands to a backend, as far as it matters."""
+    given: dict[str, Any] = {
+        "verifier_name_or_path": str(target),
+        "trust_remote_code": False,
+        "speculator_type": "dspark",
+        "target_layer_ids": [4, 2],
+        "from_pretrained": "",
+        "draft_config": "",
+        "on_missing": "generate",
+        "stagetap_store": None,
+        "stagetap_run": None,
+        "stagetap_stream": None,
+        "stagetap_verify": "checksums",
+        "stagetap_wait_s": 0.0,
+        "stagetap_target": "same",
+    }
+    return argparse.Namespace(**(given | changes))
+
+
+def invariant(**changes: Any) -> Invariant:
+    fields: dict[str, Any] = {
+        "weights_fingerprint": "sha256:" + "ab" * 32,
+        "layer_ids": (2, 0, 4, 6),
+        "stream": "residual",
+        "dtype": "bfloat16",
+        "id_convention": "after-layer",
+        "hidden_size": 16,
+        "num_hidden_layers": 6,
+    }
+    return Invariant(**(fields | changes))
+
+
+READS = DraftReads(taps=(4, 2), stream="residual", hidden_size=16, num_hidden_layers=6)
+
+
+def test_a_dataset_that_fits() -> None:
+    check_dataset("dataset", invariant(), READS)
+    assert READS.columns == (4, 2, 6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"layer_ids": (2, 0, 6)},
+            r"dataset holds the layers \[2, 0, 6\], this draft also reads 4",
+        ),
+        ({"layer_ids": (2, 4)}, r"also reads 6 \(6 is the last one.*--layers 4,2,6"),
+        ({"hidden_size": 32}, r"dataset: its hidden size is 32, the draft's target has 16"),
+        ({"num_hidden_layers": 8}, r"its number of layers is 8, the draft's target has 6"),
+        ({"id_convention": "before-layer"}, r"dataset counts layers as 'before-layer', drafts"),
+        ({"stream": "attn_res_mixture"}, r"holds the stream 'attn_res_mixture', .* 'residual'"),
+    ],
+)
+def test_a_dataset_that_does_not_fit(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises((Refused, StreamMismatch), match=says):
+        check_dataset("dataset", invariant(**changes), READS)
+
+
+def test_prefix_sums_give_no_targets() -> None:
+    reads = DraftReads(taps=(4, 2), stream="prefix_sum", hidden_size=16, num_hidden_layers=6)
+    with pytest.raises(StreamMismatch, match=r"gives no training targets: capture attn_res_mix"):
+        check_dataset("dataset", invariant(stream="prefix_sum"), reads)
+
+
+def test_what_a_draft_reads(target: Path) -> None:
+    assert draft_reads(arguments(target)) == READS
+    mtp = draft_reads(arguments(target, speculator_type="mtp"))
+    assert mtp.columns == (6,)
+
+
+def test_what_a_k3_draft_reads(tmp_path: Path) -> None:
+    target = write_target(tmp_path / "target")
+    for fc_norm, stream in ((False, "prefix_sum"), (True, "attn_res_mixture")):
+        draft_config(fc_norm=fc_norm).save_pretrained(tmp_path / stream)
+        common = {"speculator_type": "k3_dspark", "target_layer_ids": None}
+        file = str(tmp_path / stream / "config.json")
+        from_file = draft_reads(arguments(target, draft_config=file, **common))
+        assert (from_file.taps, from_file.stream) == ((3, 1), stream)
+        draft(fc_norm=fc_norm).save_pretrained(tmp_path / f"trained-{stream}")
+        trained = str(tmp_path / f"trained-{stream}")
+        again = draft_reads(arguments(target, from_pretrained=trained, **common))
+        assert again == from_file
+    said = draft_reads(
+        arguments(target, draft_config=file, stagetap_stream="attn_res_mixture", **common)
+    )
+    assert said.stream == "attn_res_mixture"
+
+
+def test_it_takes_the_arguments(store: Path, export: Export, target: Path, tmp_path: Path) -> None:
+    export("a", 7, 0)
+    write_rows(open_dataset(store), tmp_path / "rows", "all", min_loss_tokens=1)
+    args = arguments(target, stagetap_store=str(store))
+    found = StageTapBackend.from_train_args(args, str(tmp_path / "rows")).get_cached(0)
+    assert found is not None
+    assert found["hidden_states"].shape == (7, 3, 16)
+    with pytest.raises(Refused, match="needs --stagetap-store"):
+        StageTapBackend.from_train_args(arguments(target), str(tmp_path / "rows"))
+
+
+def test_another_target_is_refused(
+    store: Path, export: Export, target: Path, tmp_path: Path
+) -> None:
+    export("a", 7, 0)
+    rows = rows_of(tmp_path / "rows", (7, 0))
+    other = tmp_path / "other"
+    shutil.copytree(target, other)
+    config = other / "config.json"
+    config.write_text(config.read_text().replace('"rope_theta": 10000', '"rope_theta": 20000'))
+    assert weights_fingerprint(other) != weights_fingerprint(target)
+    args = arguments(other, stagetap_store=str(store))
+    with pytest.raises(Refused, match=r"fingerprint .* --verifier-name-or-path.*-target any"):
+        StageTapBackend.from_train_args(args, rows)
+    args.stagetap_target = "any"
+    StageTapBackend.from_train_args(args, rows)
+
+
+@pytest.mark.parametrize("on_missing", ["generate", "raise", "skip", "warn"])
+def test_rows_without_a_sample(
+    store: Path,
+    export: Export,
+    target: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    on_missing: str,
+) -> None:
+    export("a", 7, 0)
+    args = arguments(target, stagetap_store=str(store), on_missing=on_missing)
+    with pytest.raises(Refused, match=r"1 of 1 row of .*: write rows of this dataset"):
+        StageTapBackend.from_train_args(args, rows_of(tmp_path / "foreign", (7, 9)))
+    some = rows_of(tmp_path / "some", (7, 0), (7, 9))
+    if on_missing in ("generate", "raise"):
+        with pytest.raises(Refused, match=r"1 of 2 rows .* row 1 the first: capture them"):
+            StageTapBackend.from_train_args(args, some)
+        args.stagetap_wait_s = 0.1
+    with caplog.at_level(logging.WARNING, "speculators"):
+        transfer = StageTapBackend.from_train_args(args, some)
+    assert "1 of 2 rows" in caplog.text
+    if on_missing in ("skip", "warn"):
+        assert transfer.get_cached(1) is None
+    else:
+        with pytest.raises(SampleNotFound, match=r"row 1 of .* after 0.1 s"):
+            transfer.get_cached(1)
+
+
+def test_speculators_launcher_is_told_where_to_go() -> None:
+    with pytest.raises(Refused, match="stagetap serve"):
+        StageTapBackend.build_kv_transfer_config(argparse.Namespace())

@@ -1,0 +1,80 @@
+"""``stagetap train``: speculators' own command line, on a dataset of ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from stagetap import open_dataset
+from stagetap.cli.train import train_command
+from stagetap.training.rows import write_rows
+from training.conftest import Export
+
+DSPARK = [
+    *("--speculator-type", "dspark", "--num-layers", "1", "--full-attention-indices", "0"),
+    *("--block-size", "3", "--markov-rank", "4", "--max-anchors", "8", "--mask-token-id", "511"),
+    *("--target-layer-ids", "4", "2", "--draft-attn-impl", "sdpa", "--optimizer", "adamw"),
+    *("--loss-implementation", "eager", "--total-seq-len", "16", "--num-workers", "0"),
+]
+
+
+def train(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """``stagetap train`` in a process of its own: what speculators reads once is read there."""
+    return subprocess.run(
+        [sys.executable, "-m", "stagetap", "train", *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+@pytest.fixture
+def rows(store: Path, export: Export, tmp_path: Path) -> Path:
+    for seed in range(4):
+        export(f"s{seed}", 15, seed)
+    write_rows(open_dataset(store), tmp_path / "rows", "output", min_loss_tokens=1)
+    return tmp_path / "rows"
+
+
+@pytest.mark.slow
+def test_two_steps_from_a_file_store(store: Path, rows: Path, target: Path, tmp_path: Path) -> None:
+    ended = train(
+        *DSPARK,
+        *("--verifier-name-or-path", target, "--data-path", rows, "--train-data-ratio", "0.75"),
+        *("--hidden-states-backend", "stagetap", "--stagetap-store", store),
+        *("--stagetap-verify", "checksums", "--max-steps", "2", "--epochs", "1"),
+        *("--save-path", tmp_path / "draft", "--seed", "7"),
+        cwd=tmp_path,
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    with safe_open(tmp_path / "draft/0/model.safetensors", "pt") as file:
+        assert file.get_slice("fc.weight").get_shape() == [16, 2 * 16]
+    state = json.loads((tmp_path / "draft/0/training_state.json").read_text())
+    assert state["global_step"] == 2
+
+
+def test_a_dataset_that_no_backend_would_read(tmp_path: Path) -> None:
+    ended = train("--stagetap-store", "dataset", cwd=tmp_path)
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines()[-1].startswith(
+        "stagetap: refused: --stagetap-store is read by"
+    )
+
+
+def test_without_speculators_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import typer
+
+    from stagetap import Refused
+
+    monkeypatch.setitem(sys.modules, "speculators", None)
+    context = typer.Context(typer.main.get_command(typer.Typer(callback=lambda: None)))
+    with pytest.raises(Refused, match=r'not installed: pip install "stagetap\[train\]"'):
+        train_command(context)
