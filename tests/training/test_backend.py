@@ -37,6 +37,7 @@ def arguments(target: Path, **changes: Any) -> argparse.Namespace:
         "stagetap_verify": "checksums",
         "stagetap_wait_s": 0.0,
         "stagetap_target": "same",
+        "stagetap_metrics": None,
     }
     return argparse.Namespace(**(given | changes))
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
+import math
 import sys
 from pathlib import Path
 
@@ -14,26 +13,8 @@ from safetensors import safe_open
 from stagetap import open_dataset
 from stagetap.cli.train import train_command
 from stagetap.training.rows import write_rows
+from training.command import DSPARK, metrics, train
 from training.conftest import Export
-
-DSPARK = [
-    *("--speculator-type", "dspark", "--num-layers", "1", "--full-attention-indices", "0"),
-    *("--block-size", "3", "--markov-rank", "4", "--max-anchors", "8", "--mask-token-id", "511"),
-    *("--target-layer-ids", "4", "2", "--draft-attn-impl", "sdpa", "--optimizer", "adamw"),
-    *("--loss-implementation", "eager", "--total-seq-len", "16", "--num-workers", "0"),
-]
-
-
-def train(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """``stagetap train`` in a process of its own: what speculators reads once is read there."""
-    return subprocess.run(
-        [sys.executable, "-m", "stagetap", "train", *map(str, arguments)],
-        cwd=cwd,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
 
 
 @pytest.fixture
@@ -51,7 +32,7 @@ def test_two_steps_from_a_file_store(store: Path, rows: Path, target: Path, tmp_
         *("--verifier-name-or-path", target, "--data-path", rows, "--train-data-ratio", "0.75"),
         *("--hidden-states-backend", "stagetap", "--stagetap-store", store),
         *("--stagetap-verify", "checksums", "--max-steps", "2", "--epochs", "1"),
-        *("--save-path", tmp_path / "draft", "--seed", "7"),
+        *("--save-path", tmp_path / "draft", "--stagetap-metrics", tmp_path / "metrics"),
         cwd=tmp_path,
     )
     assert ended.returncode == 0, ended.stderr[-4000:]
@@ -59,6 +40,10 @@ def test_two_steps_from_a_file_store(store: Path, rows: Path, target: Path, tmp_
         assert file.get_slice("fc.weight").get_shape() == [16, 2 * 16]
     state = json.loads((tmp_path / "draft/0/training_state.json").read_text())
     assert state["global_step"] == 2
+    steps = [line for line in metrics(tmp_path / "metrics") if "train" in line]
+    assert [step["global_step"] for step in steps] == [0, 1]
+    assert all(math.isfinite(step["train"]["loss"]) for step in steps)
+    assert steps[0]["train"]["error_records"] == 0
 
 
 def test_a_dataset_that_no_backend_would_read(tmp_path: Path) -> None:

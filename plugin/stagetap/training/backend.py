@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import logging
+from pathlib import Path
 from typing import Any
 
 from hs_connectors import HiddenStatesBackend
 
 from stagetap.errors import Refused
 from stagetap.taps import STREAM_MIXTURE, STREAM_PREFIX_SUM, STREAM_RESIDUAL
+from stagetap.training.metrics_file import write_metrics_to
 from stagetap.training.reads import check_dataset, check_target, draft_reads
 from stagetap.training.transfer import Source, StageTapTransfer
 from stagetap.wording import counted
@@ -56,6 +58,11 @@ class StageTapBackend(HiddenStatesBackend):
             choices=("same", "any"),
             help="Whether the verifier's folder must be the very checkpoint that was captured.",
         )
+        parser.add_argument(
+            "--stagetap-metrics",
+            default=None,
+            help="A file to which every step's loss and metrics are appended, as lines of JSON.",
+        )
 
     @staticmethod
     def add_launch_args(parser: argparse.ArgumentParser) -> None:
@@ -74,6 +81,8 @@ class StageTapBackend(HiddenStatesBackend):
                 f"--hidden-states-backend {BACKEND} needs --stagetap-store: a directory or "
                 "mooncake://MASTER:PORT/RUN"
             )
+        from speculators.train.distributed import get_rank
+
         reads = draft_reads(args)
         source = Source(
             uri=args.stagetap_store,
@@ -90,6 +99,9 @@ class StageTapBackend(HiddenStatesBackend):
             source, data_path, reads.columns, may_miss=args.on_missing in ("skip", "warn")
         )
         _check_rows(transfer, source, data_path)
+        # Behind speculators' own set-up of logging, which would drop it.
+        if args.stagetap_metrics is not None and get_rank() == 0:
+            write_metrics_to(Path(args.stagetap_metrics))
         return transfer
 
     @staticmethod
