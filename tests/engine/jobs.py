@@ -20,6 +20,26 @@ def capture(
     return {done.sample_id: done.error for done in session.capture(wanted, in_flight=in_flight)}
 
 
+def capture_cached(session: CaptureSession, prompts: dict[str, list[int]]) -> dict[str, int]:
+    """Capture each prompt, one after the other; name -> its tokens out of the prefix cache."""
+    from vllm import SamplingParams
+
+    engine = session._engine
+    cached: dict[str, int] = {}
+    for name, ids in prompts.items():
+        params = {"stagetap": {"sample_id": name, "prefill_only": True}}
+        engine.add_request(
+            name,
+            {"prompt_token_ids": ids},
+            SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params}),
+        )
+        while name not in cached:
+            for output in engine.step():
+                assert output.kv_transfer_params["stagetap"]["state"] == "committed"
+                cached[name] = output.num_cached_tokens
+    return cached
+
+
 def capture_with_logprobs(
     session: CaptureSession, prompts: dict[str, list[int]], top: int = 5
 ) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from stagetap.engine.capacity import capacity, without_layers
-from stagetap.engine.capture.stripes import cut
+from stagetap.engine.capture.stripes import cut, tokens_of_a_page
 from stagetap.engine.worker_side import _cache_group
 from stagetap.errors import Refused
 
@@ -53,6 +53,27 @@ def test_no_stage_has_more_stripes_than_pages_or_an_empty_one(
     for row, page, count in zip(rows, pages, counts, strict=True):
         assert count <= page
         assert (count - 1) * width < row <= count * width or row == count == 0
+
+
+@pytest.mark.parametrize(
+    ("fits", "unit", "tokens"),
+    [
+        (25, 16, 24),  # hits every 48 tokens: all 25 would put them 400 apart
+        (16, 16, 16),
+        (33, 16, 32),
+        (3, 16, 3),
+        (1, 16, 1),
+        (122, 16, 120),
+        (18, 64, 18),
+    ],
+)
+def test_a_page_is_all_but_full_and_prefixes_are_found(fits: int, unit: int, tokens: int) -> None:
+    assert tokens_of_a_page(fits, unit) == tokens
+
+
+@given(st.integers(1, 3000), st.sampled_from([16, 48, 128, 544]))
+def test_no_more_than_a_twentieth_of_a_page_stays_empty(fits: int, unit: int) -> None:
+    assert 0.95 * fits <= tokens_of_a_page(fits, unit) <= fits
 
 
 def _config(groups: list[list[str]]) -> KVCacheConfig:

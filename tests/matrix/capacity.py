@@ -56,7 +56,9 @@ class Capacity:
         return 1 - self.share / self.arithmetic_share
 
 
-def measure(checkpoint: Path, layers: Sequence[int], pp: int, store: Path) -> Capacity:
+def measure(
+    checkpoint: Path, layers: Sequence[int], pp: int, store: Path, prefix_cache: bool
+) -> Capacity:
     """Start an engine with capture and one without, and ask both.
 
     Args:
@@ -64,12 +66,13 @@ def measure(checkpoint: Path, layers: Sequence[int], pp: int, store: Path) -> Ca
         layers: asked ids.
         pp: pipeline stages.
         store: a folder that can be made.
+        prefix_cache: whether the engines have one.
     """
     config = json.loads((checkpoint / "config.json").read_text("utf-8"))
     engine_args = {
         "max_model_len": MAX_LEN,
         "max_num_seqs": 4,
-        "enable_prefix_caching": False,
+        "enable_prefix_caching": prefix_cache,
         "skip_tokenizer_init": True,
     }
     session = {

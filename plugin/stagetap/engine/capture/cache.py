@@ -7,7 +7,7 @@ rows go to vLLM's pages, at vLLM's own slot mapping.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +21,7 @@ from stagetap.engine.pages import TapPages
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheSpec
 
     from stagetap.taps import StageTaps
 
@@ -70,10 +71,38 @@ direct_register_custom_op(
 )
 
 
-class TapStripe(CacheOnlyAttentionLayer):
-    """Some columns of a stage's tap cache: pages ``[heads, block_size, head_size]`` to vLLM."""
+@dataclass(frozen=True)
+class Page:
+    """What a page of a stripe holds.
 
-    def __init__(self, vllm_config: VllmConfig, heads: int, head_size: int, layer_name: str):
+    Attributes:
+        tokens: whose rows are in it.
+        nbytes: of the page, which may be more than the rows take.
+    """
+
+    tokens: int
+    nbytes: int
+
+
+class TapStripe(CacheOnlyAttentionLayer):
+    """Some columns of a stage's tap cache: pages ``[heads, block_size, head_size]`` to vLLM.
+
+    Args:
+        vllm_config: the engine's.
+        heads: of a row, to vLLM.
+        head_size: numbers of each.
+        layer_name: what vLLM calls it.
+        page: what one holds; None for vLLM's own block size.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        heads: int,
+        head_size: int,
+        layer_name: str,
+        page: Page | None = None,
+    ):
         cache_config = vllm_config.cache_config
         if is_quantized_kv_cache(cache_config.cache_dtype):
             # Taps keep the model's dtype, whatever the KV cache is stored in.
@@ -85,6 +114,15 @@ class TapStripe(CacheOnlyAttentionLayer):
                 cache_config=cache_config,
                 prefix=layer_name,
             )
+        self._page = page
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        """What vLLM is to reserve for it."""
+        spec = super().get_kv_cache_spec(vllm_config)
+        if self._page is None:
+            return spec
+        page = self._page
+        return replace(spec, block_size=page.tokens, page_size_padded=page.nbytes)
 
 
 class TapCache:

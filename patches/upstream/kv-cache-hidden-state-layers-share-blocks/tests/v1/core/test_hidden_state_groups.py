@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Hidden-state cache layers of one spec share a group, and fill its pages."""
+"""Hidden-state cache layers of one spec share a group, with pages as they ask for."""
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 try:
@@ -27,13 +26,13 @@ ATTENTION = {
 PAGE = 64 * 2 * 2 * 32 * 2  # bytes: tokens, K and V, heads, head size, bfloat16
 
 
-def groups_of(hidden: dict[str, int], prefix_caching: bool):
+def groups_of(hidden: dict[str, int], **aligned: int):
     """The groups of hidden-state layers, by name and numbers a token, in a hybrid."""
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         attention_config=SimpleNamespace(hisparse_config=None),
         cache_config=SimpleNamespace(
-            enable_prefix_caching=prefix_caching,
+            enable_prefix_caching=True,
             get_resolved_kv_cache_layout=lambda: KVCacheLayout.LBNHC,
         ),
         speculative_config=None,
@@ -45,22 +44,28 @@ def groups_of(hidden: dict[str, int], prefix_caching: bool):
         specs[f"layers.{i}.attn"] = SlidingWindowSpec(sliding_window=128, **ATTENTION)
     for name, numbers in hidden.items():
         specs[name] = HiddenStateCacheSpec(
-            block_size=64,
             num_kv_heads=1,
             head_size=numbers,
             dtype=torch.bfloat16,
+            **{"block_size": 64, **aligned},
         )
     groups = get_kv_cache_groups(config, specs)
     return [g for g in groups if isinstance(g.kv_cache_spec, HiddenStateCacheSpec)]
 
 
 def test_layers_of_one_spec_share_a_group():
-    groups = groups_of({"a.6": 448, "b.7": 448, "c.8": 100}, True)
+    groups = groups_of({"a.6": 448, "b.7": 448, "c.8": 100})
     assert [g.layer_names for g in groups] == [["a.6", "b.7"], ["c.8"]]
     assert all(g.kv_cache_spec.page_size_bytes == PAGE for g in groups)
 
 
-@pytest.mark.parametrize(("prefix_caching", "tokens"), [(True, 16), (False, 18)])
-def test_a_page_is_full_without_a_prefix_cache(prefix_caching: bool, tokens: int):
-    (group,) = groups_of({"a.6": 448}, prefix_caching)
-    assert group.kv_cache_spec.block_size == tokens
+def test_a_page_holds_a_divisor_of_what_attention_does():
+    (group,) = groups_of({"a.6": 448})
+    assert group.kv_cache_spec.block_size == 16
+
+
+def test_a_layer_with_aligned_pages_says_how_many_tokens_they_hold():
+    (group,) = groups_of({"a.6": 448}, block_size=18, page_size_padded=PAGE)
+    assert group.kv_cache_spec.block_size == 18
+    (group,) = groups_of({"a.6": 448}, block_size=18, page_size_padded=PAGE // 2)
+    assert group.kv_cache_spec.block_size == 16

@@ -1,0 +1,93 @@
+"""Models with several kinds of attention: what capture costs them, and cached prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoints import tiny_checkpoint
+from engine.distance import relative_error
+from engine.harness import Arm, random_prompts
+from matrix.capacity import measure
+from matrix.rows import layer_ids
+from stagetap import open_dataset
+
+pytestmark = pytest.mark.engine
+
+LAYERS = {"gemma3": 6, "gpt-oss": 6, "qwen3-next": 8}
+
+OVERCHARGE = 0.05
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False], ids=["prefix-cache", "no-prefix-cache"])
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("family", LAYERS)
+@pytest.mark.full
+def test_capture_costs_the_kv_cache_its_bytes(
+    family: str, pp: int, prefix_cache: bool, tmp_path: Path, stores: Callable[[str], Path]
+) -> None:
+    """Within 5 % of the arithmetic share."""
+    checkpoint = tiny_checkpoint(family, tmp_path, max_position_embeddings=16384)
+    layers = layer_ids(LAYERS[family])
+    capacity = measure(checkpoint, layers, pp, stores("capacity"), prefix_cache)
+    print(
+        f"{family} PP={pp}, {prefix_cache=}: {capacity.tokens_without} tokens without capture, "
+        f"{capacity.tokens_with} with: {capacity.share:.3f}, arithmetic "
+        f"{capacity.arithmetic_share:.3f}"
+    )
+    assert capacity.overcharge <= OVERCHARGE
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "gemma3",
+        pytest.param("gpt-oss", marks=pytest.mark.full),
+        pytest.param("qwen3-next", marks=pytest.mark.full),
+    ],
+)
+def test_a_cached_prefix_has_its_taps(
+    family: str, checkpoint: Callable[..., str], stores: Callable[[str], Path]
+) -> None:
+    """Pages of taps hold another number of tokens than the attention's, and are found again."""
+    sizes = {"max_position_embeddings": 4096}
+    (ids,) = random_prompts([3000])
+    # vLLM keeps what a window has left only where it has seen two prompts part.
+    ends = {f"branch-{n}": random_prompts([40], seed=n)[0] for n in (1, 2)}
+    prompts = {"cold": ids, "warm": ids} | {n: [*ids[:2500], *end] for n, end in ends.items()}
+    store = stores(f"hybrid-{family}")
+    cached = Arm(
+        "engine.jobs:capture_cached",
+        {
+            "model": checkpoint(family, **sizes),
+            "layers": layer_ids(LAYERS[family]),
+            "store": str(store),
+            "pp": 2,
+            "engine_args": {"skip_tokenizer_init": True, "enable_prefix_caching": True},
+        },
+        {"prompts": prompts},
+    ).run()
+    print(f"{family}: tokens from the prefix cache: {cached}")
+    assert cached["cold"] == 0
+    # A state-space model's state is kept at the ends of prompts alone, where hashes are finer than
+    # its blocks: a tap cache makes them so, as vLLM's own hidden-state cache does.
+    found = ["warm"] if family == "qwen3-next" else ["warm", "branch-2"]
+    samples = open_dataset(store, verify=True)
+    cold = _all_taps(samples["cold"])
+    for name in found:
+        rows = cached[name]
+        assert rows > 2000
+        assert torch.equal(
+            cold[:rows].view(torch.int16), _all_taps(samples[name])[:rows].view(torch.int16)
+        )
+    # The rows after it are computed in other steps, where attention splits its sums otherwise.
+    assert relative_error(_all_taps(samples["warm"]), cold) < 0.01
+
+
+def _all_taps(sample: Any) -> torch.Tensor:
+    last = sample.last_hidden_states[:, None]
+    return torch.cat([sample.hidden_states, last], dim=1)
