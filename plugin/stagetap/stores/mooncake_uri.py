@@ -22,9 +22,9 @@ P2P_HANDSHAKE = "P2PHANDSHAKE"
 
 _KIB, _MIB, _GIB, _TIB = (1024**power for power in (1, 2, 3, 4))
 _SIZE_UNITS = {"": 1, "B": 1, "KIB": _KIB, "MIB": _MIB, "GIB": _GIB, "TIB": _TIB}
-_SIZE = re.compile(r"(\d+)\s*([A-Za-z]*)")
+_SIZE = re.compile(r"([0-9]+)\s*([A-Za-z]*)")
 _TIME_UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0}
-_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)")
+_TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)")
 _SWITCH = {"on": True, "off": False, "true": True, "false": False}
 _HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
 

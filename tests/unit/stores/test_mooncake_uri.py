@@ -81,6 +81,7 @@ def test_every_option_is_read() -> None:
         ("mooncake://host:1/r?replicas=1&replicas=1", "option replicas is given twice"),
         ("mooncake://host:1/r?protocol=TCP", "option protocol: 'TCP': write tcp or rdma"),
         ("mooncake://host:1/r?global_segment_size=5MB", "option global_segment_size: '5MB'"),
+        ("mooncake://host:1/r?global_segment_size=\u0663GiB", "option global_segment_size"),
         ("mooncake://host:1/r?global_segment_size=-1", "option global_segment_size: '-1'"),
         ("mooncake://host:1/r?global_segment_size=99999999TiB", "out of range"),
         ("mooncake://host:1/r?local_buffer_size=1KiB", "local_buffer_size: 1KiB is out of range"),
