@@ -8,9 +8,10 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import resource_tracker
-from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from stagetap.processes import descendants
 
 INTERRUPTED_EXIT = 130
 
@@ -24,27 +25,10 @@ def end_now() -> None:
     swallow it, others abort. Nothing is lost by this: a commit is durable when it is made.
     """
     os.write(2, b"\nstagetap: interrupted\n")
-    for pid in _descendants(os.getpid()):
+    for pid in descendants(os.getpid()):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     os._exit(INTERRUPTED_EXIT)
-
-
-def _descendants(ancestor: int) -> list[int]:
-    """All processes below one, but for the one that removes shared memory when all others ended.
-
-    Not multiprocessing.active_children(): a child is missing there for as long as it starts.
-    """
-    children: dict[int, list[int]] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # It has ended since.
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if b"multiprocessing.resource_tracker" not in (folder / "cmdline").read_bytes():
-                children.setdefault(parent, []).append(int(folder.name))
-    found = [ancestor]
-    for pid in found:
-        found += children.get(pid, [])
-    return found[1:]
 
 
 class Interruption:

@@ -21,8 +21,8 @@ def is_cpu_build() -> bool:
 BINDING_ENV = "VLLM_CPU_OMP_THREADS_BIND"
 
 
-def engine_environment(pp: int, tp: int) -> dict[str, str]:
-    """Variables to set for an engine of ``pp`` stages of ``tp`` ranks each.
+def engine_environment(pp: int, tp: int, hosts: int = 1) -> dict[str, str]:
+    """Variables to set for an engine of ``pp`` stages of ``tp`` ranks each, on each of its hosts.
 
     What the caller's environment says already is kept.
     """
@@ -32,7 +32,7 @@ def engine_environment(pp: int, tp: int) -> dict[str, str]:
         wanted["TRITON_INTERPRET"] = "1"
         wanted["VLLM_CPU_KVCACHE_SPACE"] = "1"
         if pp * tp > 1:
-            wanted[BINDING_ENV] = cores_by_rank(pp * tp)
+            wanted[BINDING_ENV] = cores_by_rank(pp * tp // hosts)
     return {name: os.environ.get(name, value) for name, value in wanted.items()}
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -16,13 +13,13 @@ from types import TracebackType
 from typing import Self
 
 from stagetap.errors import StoreError
+from stagetap.processes import end_with_parent
 from stagetap.stores.mooncake_package import find_program
 from stagetap.stores.mooncake_probe import probe_master
 
 _START_SECONDS = 20.0
 _END_SECONDS = 5.0
 _TRIES = 5
-_PR_SET_PDEATHSIG = 1
 
 
 class Process:
@@ -40,7 +37,7 @@ class Process:
             # Warnings and worse; the rest is a line of figures every few seconds.
             env={"GLOG_minloglevel": "1", "MC_LOG_LEVEL": "WARNING", **os.environ},
             start_new_session=True,  # Ctrl-C is for us; we end it.
-            preexec_fn=_end_with_parent,
+            preexec_fn=end_with_parent,
         )
 
     @property
@@ -178,9 +175,3 @@ def free_port(host: str, port: int = 0) -> int:
         except OSError as error:
             raise StoreError(f"cannot listen on {host}:{port}: {error.strerror}") from None
         return int(probe.getsockname()[1])
-
-
-def _end_with_parent() -> None:
-    """In the child: a parent that is killed takes it along. Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,58 @@ def test_serve_refuses_before_vllm(stagetap: Command, checkpoint: Path) -> None:
     assert (done.code, "unknown store scheme" in done.stderr) == (2, True)
     done = stagetap("serve", checkpoint, "--layers", "2", "--store", "x", "--json")
     assert (done.code, "add --dry-run" in done.stderr) == (2, True)
+
+
+def test_serve_on_several_hosts_names_each_ones_part(
+    stagetap: Command, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("VLLM_HOST_IP", "GLOO_SOCKET_IFNAME", "VLLM_CPU_OMP_THREADS_BIND"):
+        monkeypatch.delenv(name, raising=False)
+    found = {}
+    for rank in (0, 1):
+        found[rank] = stagetap(
+            *("serve", checkpoint, "--layers", "2,6", "--store", "data", "--pp", 2),
+            *("--nnodes", 2, "--node-rank", rank, "--master-addr", "127.0.0.1"),
+            *("--dry-run", "--json", "--", "--seed", "3"),
+        ).json
+        command = found[rank]["command"]
+        options = dict(pairwise(command))
+        assert options["--nnodes"] == "2"
+        assert options["--node-rank"] == str(rank)
+        assert options["--master-addr"] == "127.0.0.1"
+        assert options["--master-port"] == "29501"
+        assert options["--distributed-executor-backend"] == "mp"
+        assert command[-2:] == ["--seed", "3"]
+        environment = found[rank]["environment"]
+        assert environment["VLLM_HOST_IP"] == "127.0.0.1"
+        assert environment["GLOO_SOCKET_IFNAME"] == "lo"
+        assert "|" not in environment.get("VLLM_CPU_OMP_THREADS_BIND", "")
+    assert "--headless" not in found[0]["command"]
+    assert "--headless" in found[1]["command"]
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (("--", "--nnodes=2"), "--nnodes=2 behind --: vLLM alone would not notice"),
+        (("--nnodes", 2), "--nnodes needs --master-addr"),
+        (("--node-rank", 1), "are for several hosts; add --nnodes"),
+        (("--nnodes", 2, "--master-addr", "h", "--node-rank", 2), "none of 2 hosts"),
+        (("--nnodes", 3, "--master-addr", "h"), "3 hosts cannot share out evenly"),
+        (
+            ("--nnodes", 2, "--master-addr", "127.0.0.1", "--watch-port", 29501),
+            "--watch-port 29501 is --master-port too",
+        ),
+        (("--nnodes", 2, "--master-addr", "none.invalid"), "none.invalid is out of reach"),
+    ],
+)
+def test_serve_refuses_hosts_that_do_not_fit(
+    stagetap: Command, checkpoint: Path, given: tuple[object, ...], named: str
+) -> None:
+    done = stagetap(
+        *("serve", checkpoint, "--layers", "2", "--store", "x", "--pp", 2, "--dry-run", *given)
+    )
+    assert (done.code, named in done.stderr) == (2, True), done.stderr
 
 
 # doctor -------------------------------------------------------------------------------------
