@@ -32,4 +32,4 @@ def test_upstream_tests_pass(tmp_path: Path) -> None:
         text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
-    assert "28 passed" in done.stdout, done.stdout
+    assert "30 passed" in done.stdout, done.stdout
