@@ -9,6 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from speculators import SpeculatorsConfig, VerifierConfig
+from speculators.models.dspark import DSparkSpeculatorConfig
+from speculators.models.eagle3 import Eagle3SpeculatorConfig
+from speculators.proposals.greedy import GreedyTokenProposalConfig
+from transformers import LlamaConfig, Qwen3Config
 
 from drafts.tiny_k3 import draft, draft_config, write_target
 from stagetap import Refused, SampleNotFound, StreamMismatch, open_dataset
@@ -92,6 +97,27 @@ def test_what_a_draft_reads(target: Path) -> None:
     assert draft_reads(arguments(target)) == READS
     mtp = draft_reads(arguments(target, speculator_type="mtp"))
     assert mtp.columns == (6,)
+
+
+def test_a_draft_that_goes_on_says_itself_what_it_reads(target: Path, tmp_path: Path) -> None:
+    common = {
+        "draft_vocab_size": 512,
+        "speculators_config": SpeculatorsConfig(
+            algorithm="any",
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=3)],
+            default_proposal_method="greedy",
+            verifier=VerifierConfig.from_pretrained(str(target)),
+        ),
+    }
+    DSparkSpeculatorConfig(
+        transformer_layer_config=Qwen3Config(), aux_hidden_state_layer_ids=[1, 0], **common
+    ).save_pretrained(tmp_path / "dspark")
+    Eagle3SpeculatorConfig(
+        transformer_layer_config=LlamaConfig(), eagle_aux_hidden_state_layer_ids=[5, 3], **common
+    ).save_pretrained(tmp_path / "eagle3")
+    for kind, taps in (("dspark", (1, 0)), ("eagle3", (5, 3))):
+        args = arguments(target, speculator_type=kind, from_pretrained=str(tmp_path / kind))
+        assert draft_reads(args).taps == taps
 
 
 def test_what_a_k3_draft_reads(tmp_path: Path) -> None:

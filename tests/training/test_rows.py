@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from datasets import load_from_disk
 
 from stagetap import Refused, open_dataset
 from stagetap.training.rows import write_rows
-from store_samples import token_ids
+from store_samples import Engine, token_ids
 from training.conftest import PROMPT_TOKENS, Export
 
 
@@ -42,6 +43,24 @@ def test_every_token_may_be_learnt_from(store: Path, export: Export, tmp_path: P
     assert not (tmp_path / "rows").exists()
     report = write_rows(dataset, tmp_path / "rows", "all", min_loss_tokens=1)
     assert report.loss_tokens == report.tokens == PROMPT_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("metadata", "learnt"), [({"first_loss_token": 3}, [0, 0, 0, 1, 1, 1, 1]), ({}, None)]
+)
+def test_a_sample_says_where_its_answer_begins(
+    store: Path, tmp_path: Path, metadata: dict[str, int], learnt: list[int] | None
+) -> None:
+    engine = Engine(store)
+    made = engine.publish(engine.ref("s"), 7)
+    engine.committer.commit(msgspec.structs.replace(made, metadata=metadata))
+    engine.close()
+    if learnt is None:
+        with pytest.raises(Refused, match=r"sample 's' has no first_loss_token"):
+            write_rows(open_dataset(store), tmp_path / "rows", "metadata", min_loss_tokens=1)
+        return
+    write_rows(open_dataset(store), tmp_path / "rows", "metadata", min_loss_tokens=1)
+    assert load_from_disk(tmp_path / "rows")[0]["loss_mask"].tolist() == learnt
 
 
 def test_a_folder_that_is_in_use_is_left_alone(store: Path, export: Export, tmp_path: Path) -> None:

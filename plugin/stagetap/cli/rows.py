@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
@@ -26,7 +26,11 @@ def rows_command(
     run: Annotated[str | None, typer.Option("--run", help="This run alone.")] = None,
     learn_from: Annotated[
         str,
-        typer.Option("--learn-from", help="output: the tokens that the target sampled; all."),
+        typer.Option(
+            "--learn-from",
+            help="output: the tokens that the target sampled; all; metadata: those from the "
+            "position on that is in a sample's metadata as first_loss_token.",
+        ),
     ] = "output",
     min_loss_tokens: Annotated[
         int,
@@ -60,8 +64,9 @@ def rows_command(
 
 
 def _learn_from(text: str) -> LearnFrom:
-    if text == "output":
-        return "output"
-    if text == "all":
-        return "all"
-    raise Refused(f"--learn-from {text}: write output or all")
+    from stagetap.training.rows import LearnFrom
+
+    for choice in get_args(LearnFrom):
+        if text == choice:
+            return choice
+    raise Refused(f"--learn-from {text}: write one of {', '.join(get_args(LearnFrom))}")

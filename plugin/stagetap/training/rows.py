@@ -14,7 +14,10 @@ from stagetap.reader.dataset import HiddenStatesDataset
 from stagetap.reader.sample import Sample
 from stagetap.stores.file_io import listed
 
-LearnFrom = Literal["output", "all"]
+LearnFrom = Literal["output", "all", "metadata"]
+
+METADATA_KEY = "first_loss_token"
+"""Of a sample whose answer was part of its prompt: the position at which it begins."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +46,13 @@ def write_rows(
     ``token_freq.pt``, from which speculators chooses a smaller vocabulary for a draft.
 
     Args:
-        learn_from: ``output``: tokens that the target sampled; ``all``: every token.
+        learn_from: ``output``: tokens that the target sampled; ``all``: every token; ``metadata``:
+            those from the position on that the sample's metadata has as :data:`METADATA_KEY`.
         min_loss_tokens: samples with fewer tokens to learn from are left out.
 
     Raises:
-        Refused: the folder is not empty, or there would be no row.
+        Refused: the folder is not empty, there would be no row, or a sample does not say where
+            it is learnt from.
         StageTapError: as reading a sample.
     """
     from datasets import Dataset
@@ -100,6 +105,19 @@ def _rows(dataset: HiddenStatesDataset, learn_from: LearnFrom) -> Iterator[_Row]
 
 def _loss_mask(sample: Sample, learn_from: LearnFrom) -> np.ndarray:
     mask = np.ones(sample.manifest.token_count, dtype=np.int64)
-    if learn_from == "output":
-        mask[: sample.manifest.prompt_token_count] = 0
+    mask[: _first_loss_token(sample, learn_from)] = 0
     return mask
+
+
+def _first_loss_token(sample: Sample, learn_from: LearnFrom) -> int:
+    if learn_from == "all":
+        return 0
+    if learn_from == "output":
+        return sample.manifest.prompt_token_count
+    position = sample.metadata.get(METADATA_KEY)
+    if type(position) is not int or position < 0:
+        raise Refused(
+            f"sample {sample.sample_id!r} has no {METADATA_KEY} in its metadata, or one that is no "
+            "position: capture it with one, or choose another --learn-from"
+        )
+    return position
