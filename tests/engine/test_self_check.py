@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,9 @@ from vllm.model_executor.models.interfaces import EagleModelMixin
 
 from checkpoints import tiny_checkpoint
 from engine.harness import Arm
-from stagetap.engine.capture.decoder import Decoder, find_decoder
-from stagetap.engine.capture.probe import Probe
-from stagetap.engine.capture.self_check import SelfCheck, TapPlan
+from engine.toys import TOKENS, WIDTH, ToyDecoder, ToyLayer, ToyModel, check_of, described
+from stagetap.engine.capture.decoder import find_decoder
 from stagetap.errors import Refused
-from stagetap.taps import STREAM_RESIDUAL
-
-WIDTH, TOKENS, VOCABULARY = 8, 6, 64
 
 
 @pytest.fixture(scope="module")
@@ -55,94 +50,12 @@ def test_hooks_that_nobody_changed_are_proven(sabotaged: dict[str, list[str | No
 # A small model in this process ---------------------------------------------------------------
 
 
-class ToyLayer(nn.Module):
-    """A decoder layer in the form that most models have."""
-
-    def __init__(self, number: int):
-        super().__init__()
-        self.weight = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(number))
-
-    def forward(
-        self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        stream = hidden_states if residual is None else hidden_states + residual
-        return torch.tanh(stream @ self.weight), stream
-
-
-class ToyDecoder(nn.Module):
-    """Runs the layers; `between` may change the stream after one, as a deepstack does."""
-
-    def __init__(self, layers: int = 4):
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(ToyLayer(number) for number in range(layers))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.between: Callable[[int, torch.Tensor], torch.Tensor] = lambda _, hidden: hidden
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        hidden, residual = self.embed(input_ids), None
-        for number, layer in enumerate(self.layers):
-            hidden, residual = layer(None, hidden, residual)
-            hidden = self.between(number, hidden)
-        return self.norm(hidden + residual)
-
-
-class ToyModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.model = ToyDecoder()
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids=input_ids)
-
-
-@contextmanager
-def no_grad_and_context() -> Iterator[None]:
-    from vllm.forward_context import ForwardContext, override_forward_context
-
-    context = ForwardContext(no_compile_layers={}, attn_metadata=None, slot_mapping={})
-    with torch.inference_mode(), override_forward_context(context):
-        yield
-
-
-def check_of(model: ToyModel, dtype: torch.dtype = torch.float32) -> SelfCheck:
-    def forward(count: int) -> None:
-        with no_grad_and_context():
-            model(input_ids=torch.zeros(count, dtype=torch.int64))
-
-    decoder = Decoder("model.layers", model.model, model.model.layers, 0, 4)
-    probe = Probe(
-        model,
-        decoder,
-        width=WIDTH,
-        vocabulary=VOCABULARY,
-        forward=forward,
-        mixers=[],
-        rows=TOKENS,
-    )
-    return SelfCheck(
-        model,
-        decoder,
-        probe,
-        stage=0,
-        last=True,
-        dtype=dtype,
-        share=lambda entry: [entry],
-        stream=STREAM_RESIDUAL,
-    )
-
-
-def described(plans: list[TapPlan]) -> list[str]:
-    return [plan.describe() for plan in plans]
-
-
-def test_a_model_without_tap_code_is_read_from_its_layers_outputs() -> None:
+def test_a_model_without_tap_code_is_tapped_where_its_stream_is_read() -> None:
     assert described(check_of(ToyModel()).choose([0, 1, 3, 4])) == [
         "hidden_states into model.layers.0",
-        "output 0 + output 1 of model.layers.0",
-        "output 0 + output 1 of model.layers.2",
-        "output 0 + output 1 of model.layers.3",
+        "hidden_states + residual into model.layers.1",
+        "hidden_states + residual into model.layers.3",
+        "input into norm",
     ]
 
 
@@ -151,7 +64,7 @@ def test_a_stream_that_changes_between_two_layers_is_refused_without_tap_code() 
     model.model.between = lambda number, hidden: hidden + 1 if number == 1 else hidden
     check = check_of(model)
     check.choose([1, 3])
-    with pytest.raises(Refused, match=r"ToyModel, stage 0, tap 2: .* is not to be read anywhere"):
+    with pytest.raises(Refused, match=r"tap 2: .* the model changes the stream between them"):
         check.choose([2])
 
 
@@ -219,9 +132,9 @@ def test_a_residual_that_nobody_reads_is_no_part_of_the_stream() -> None:
     model.model = StaleDecoder()
     assert described(check_of(model).choose([0, 1, 3, 4])) == [
         "hidden_states into model.layers.0",
-        "output 0 of model.layers.0",
-        "output 0 of model.layers.2",
-        "output 0 of model.layers.3",
+        "hidden_states into model.layers.1",
+        "hidden_states into model.layers.3",
+        "hidden into norm",
     ]
 
 

@@ -137,6 +137,7 @@ def self_check(
         decoder,
         width=config.get_hidden_size(),
         vocabulary=config.get_vocab_size(),
+        longest=config.max_model_len,
         forward=forward,
         mixers=[layer for layer in layers_with_cache if isinstance(layer, nn.Module)],
         rows=min(ROWS, vllm_config.scheduler_config.max_num_batched_tokens),

@@ -18,3 +18,8 @@ def has_equal_rows(value: torch.Tensor) -> bool:
     """Whether two rows of ``[rows, H]`` are equal."""
     equal = (value[:, None] == value[None]).all(-1)
     return int(equal.sum()) > value.shape[0]
+
+
+def proves_something(value: torch.Tensor) -> bool:
+    """Whether a tensor is finite and not all zero, so that being equal to it means something."""
+    return bool(value.isfinite().all() and value.any())

@@ -37,7 +37,7 @@ def keep_tap(
 
     Args:
         buffer: ``[L, max_tokens, H]``.
-        counts: ``[L]`` int64, rows seen since the step began.
+        counts: ``[L, 2]`` int64, calls and rows since the step began.
         column: which tap.
         hidden: ``[..., H]``; leading dimensions are one step's tokens.
         residual: added to ``hidden`` when given, same shape.
@@ -48,7 +48,8 @@ def keep_tap(
         place.copy_(rows)
     else:
         torch.add(rows, residual.reshape(rows.shape), out=place)
-    counts[column] += rows.shape[0]
+    counts[column, 0] += 1
+    counts[column, 1] += rows.shape[0]
 
 
 def _keep_nothing(
@@ -131,7 +132,7 @@ class TapCache:
     Attributes:
         taps: the stage's layers and the ids in its columns.
         buffer: ``[L, max_tokens, H]``, the rows of one step.
-        counts: ``[L]``, how many rows each tap got in this step.
+        counts: ``[L, 2]``, how often each tap was given in this step, and how many rows in all.
         stripes: its layers in vLLM's cache, see :mod:`stagetap.engine.capture.stripes`; none
             before vLLM asks for the caches of this worker.
     """
@@ -143,7 +144,7 @@ class TapCache:
         dtype = vllm_config.model_config.dtype
         width = vllm_config.model_config.get_hidden_size()
         self.buffer = torch.zeros(len(taps.layer_ids), rows, width, dtype=dtype, device=device)
-        self.counts = torch.zeros(len(taps.layer_ids), dtype=torch.int64, device=device)
+        self.counts = torch.zeros(len(taps.layer_ids), 2, dtype=torch.int64, device=device)
         self.stripes: tuple[TapStripe, ...] = ()
         self._wrong = torch.zeros((), dtype=torch.bool, device=device)
 
@@ -176,7 +177,8 @@ class TapCache:
                 Nothing of such a step may be published. On a device :meth:`check` raises it.
         """
         rows = slots.shape[0]
-        self._wrong |= (self.counts != rows).any()
+        # Rows of a second call would lie over those of the first.
+        self._wrong |= (self.counts[:, 0] != 1).any() | (self.counts[:, 1] != rows).any()
         if not self._wrong.is_cuda:
             self.check()
         # Padding goes to block 0, which vLLM never gives to a request.
@@ -189,7 +191,8 @@ class TapCache:
             BrokenInvariant: one was not.
         """
         if self._wrong.item():
-            seen = dict(zip(self.taps.layer_ids, self.counts.tolist(), strict=True))
+            seen = dict(zip(self.taps.layer_ids, map(tuple, self.counts.tolist()), strict=True))
             raise BrokenInvariant(
-                f"a step ran without capturing each of its tokens once (rows by tap: {seen})"
+                "a step ran without capturing each of its tokens once "
+                f"(calls and rows by tap: {seen})"
             )

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 ROWS = 16
 """Tokens in a probe: enough to tell rows apart, few enough to cost nothing."""
 
+RECEIVED = 1 << 16
+"""Added to the seed of what a stage receives."""
+
 
 ALLOCATIONS = frozenset(
     {
@@ -72,6 +75,7 @@ class Probe:
         mixers: attention and state-space layers. Without caches vLLM skips them: some give zeros,
             some whatever was in their output's memory. Here they give random rows instead.
         rows: how many.
+        longest: positions are drawn below it.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class Probe:
         *,
         width: int,
         vocabulary: int,
+        longest: int,
         forward: Callable[[int], object],
         mixers: Iterable[nn.Module],
         rows: int = ROWS,
@@ -89,6 +94,7 @@ class Probe:
         self._decoder = decoder
         self._width = width
         self._vocabulary = vocabulary
+        self._longest = longest
         self._forward = forward
         self._mixers = tuple(mixers)
         self._rows = rows
@@ -99,6 +105,7 @@ class Probe:
         sites: Iterable[Site] = (),
         asked: int | None = None,
         replaced: Mapping[Site, Mapping[Part, torch.Tensor]] | None = None,
+        received: int | None = None,
     ) -> Seen:
         """One forward pass.
 
@@ -107,6 +114,7 @@ class Probe:
             sites: what to watch.
             asked: the id for which the model's own tap code was asked, if it has to be.
             replaced: what modules are given instead of what came before them, ``[rows, H]``.
+            received: seed of what a later stage receives; by default that of all inputs.
         """
         seen = Seen()
         last_run = self._decoder.start - 1
@@ -155,7 +163,16 @@ class Probe:
                 stack.callback(
                     mixer.register_forward_hook(_random_output(numbers), with_kwargs=True).remove
                 )
-            random = _RandomInputs(self._model, self._vocabulary, numbers)
+            random = _RandomInputs(
+                self._model,
+                numbers,
+                vocabulary=self._vocabulary,
+                longest=self._longest,
+                # Of its own, so that all other numbers stay when it is seeded otherwise.
+                received=torch.Generator().manual_seed(
+                    RECEIVED + (seed if received is None else received)
+                ),
+            )
             stack.enter_context(random)
             stack.enter_context(_NoUnsetMemory(seed))
             stack.enter_context(watch_own_taps(self._decoder.parent, own, listed))
@@ -167,10 +184,20 @@ class Probe:
 class _RandomInputs:
     """While it is entered, a model gets random inputs whatever vLLM gives it, and runs eagerly."""
 
-    def __init__(self, model: nn.Module, vocabulary: int, numbers: torch.Generator):
+    def __init__(
+        self,
+        model: nn.Module,
+        numbers: torch.Generator,
+        *,
+        vocabulary: int,
+        longest: int,
+        received: torch.Generator,
+    ):
         self._model = model
         self._vocabulary = vocabulary
+        self._longest = longest
         self._numbers = numbers
+        self._received = received
         self._stack = ExitStack()
         self.received: dict[Part, torch.Tensor] = {}
 
@@ -199,12 +226,15 @@ class _RandomInputs:
     def _random(self, name: str, value: Any) -> Any:
         numbers = self._numbers
         if isinstance(value, IntermediateTensors):
-            given = {key: _like(each, numbers) for key, each in value.tensors.items()}
+            given = {key: _like(each, self._received) for key, each in value.tensors.items()}
             # Some models add in place to what they receive.
             self.received = {key: each.clone() for key, each in given.items()}
             return IntermediateTensors(given)
         if name == "inputs_embeds" and isinstance(value, torch.Tensor):
             return _like(value, numbers)
+        if name == "positions" and isinstance(value, torch.Tensor):
+            # vLLM's dummy requests have one token each, all at position 0.
+            return torch.randint(0, self._longest, value.shape, generator=numbers).to(value)
         if name == "input_ids" and isinstance(value, torch.Tensor):
             ids = torch.randperm(self._vocabulary, generator=numbers)[: value.numel()]
             return ids.to(value).reshape(value.shape)

@@ -2,15 +2,15 @@
 
 A tap is what the model's own capture gives with one stage. So a probe with random inputs looks at
 every place where that tensor could be read, and takes one whose bits are those that the model's own
-tap code was given; for a model without tap code, those that the next layer reads. A second probe,
-with other inputs, then compares what the installed hooks have stored. No list of architectures
-decides.
+tap code was given. For a model without tap code it takes what the next layer reads, and holds it
+against what the layer before has made. A second probe, with other inputs, then compares what the
+installed hooks have stored. No list of architectures decides.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import chain, combinations
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +19,7 @@ from vllm.logger import init_logger
 from stagetap.engine.capture.attention_residuals import INTO_LAYER, OUT_OF_LAYER, mixture
 from stagetap.engine.capture.bits import has_equal_rows, same_bits
 from stagetap.engine.capture.own_taps import asking_for, lists_own_taps
-from stagetap.engine.capture.reads import read_parts
+from stagetap.engine.capture.reads import Reader, Reading, find_reads, reader_of
 from stagetap.engine.capture.sites import Part, Site
 from stagetap.errors import Refused
 from stagetap.taps import STREAM_MIXTURE
@@ -124,7 +124,8 @@ class SelfCheck:
         self._last = last
         self._dtype = dtype
         self._stream = stream
-        self._reads: dict[Site, tuple[Part, ...]] = {}
+        self._reads: dict[Site, Reading] = {}
+        self._made: dict[int, tuple[Site, tuple[Part, ...]]] = {}
         later = [entry for entry in share(self._entry())[stage + 1 :] if entry is not None]
         self._next_entry: Entry | None = later[0] if later else None
 
@@ -139,7 +140,10 @@ class SelfCheck:
         seen = self._probe.run(CHOOSING, sites)
         site = sites[0] if sites else seen.after_layers
         given = seen.at.get(site, {}) if site is not None else {}
-        parts = read_parts(self._probe, {site: given})[site] if site and given else ()
+        parts: tuple[Part, ...] = ()
+        if site is not None:
+            reader = reader_of(site) if sites else self._final_reader(site)
+            parts = find_reads(self._probe, [reader], {site: given})[site].parts
         keys = [
             key
             for part in parts
@@ -177,11 +181,12 @@ class SelfCheck:
             column = cache.taps.layer_ids.index(layer_id)
             rows = reference.value.shape[0]
             captured = cache.buffer[column, :rows]
-            if cache.counts[column] != rows or not same_bits(captured, reference.value):
+            calls, counted = cache.counts[column].tolist()
+            if (calls, counted) != (1, rows) or not same_bits(captured, reference.value):
                 raise self._refused(
                     layer_id,
                     f"what StageTap captures ({by_id[layer_id].describe()}, "
-                    f"{int(cache.counts[column])} rows) is not {reference.seen} "
+                    f"{calls} calls, {counted} rows) is not {reference.seen} "
                     f"({_shape(reference.value)})",
                 )
             verdicts.append(
@@ -209,7 +214,7 @@ class SelfCheck:
         before()
         seen = self._probe.run(seed, sites)
         if seed == CHOOSING:
-            self._reads = self._find_reads(layer_ids, seen)
+            self._reads = self._find_reads(layer_ids, seed)
         must_be_asked = not seen.own and lists_own_taps(self._model, self._decoder.parent)
         known: dict[int, torch.Tensor] = {}
         for layer_id in layer_ids:
@@ -257,14 +262,21 @@ class SelfCheck:
             sites.append(Site(decoder.path_of(previous), decoder.layers[previous], "output"))
         return sites
 
-    def _find_reads(self, layer_ids: Iterable[int], seen: Seen) -> dict[Site, tuple[Part, ...]]:
-        """What is read of that which goes into modules that taps may have to be held against."""
-        given = {
-            site: seen.at[site]
-            for layer_id in layer_ids
-            if layer_id not in seen.own and (site := self._consumer(layer_id, seen)) in seen.at
-        }
-        return read_parts(self._probe, given)
+    def _find_reads(self, layer_ids: Iterable[int], seed: int) -> dict[Site, Reading]:
+        """What every reader of this stage reads, if a tap has to be held against one of them."""
+        decoder = self._decoder
+        sites = [self._sites(index)[0] for index in range(decoder.start, decoder.end)]
+        seen = self._probe.run(seed, sites)
+        if all(layer_id in seen.own for layer_id in layer_ids):
+            return {}
+        readers = [reader_of(site) for site in sites]
+        if self._last and seen.after_layers is not None:
+            readers.append(self._final_reader(seen.after_layers))
+        return find_reads(self._probe, readers, seen.at)
+
+    def _final_reader(self, site: Site) -> Reader:
+        """What the decoder calls after its last layer: whatever it is, the stage's output tells."""
+        return Reader(site, Site("", self._model, "output"))
 
     def _consumer(self, layer_id: int, seen: Seen) -> Site | None:
         """Where the stream goes next on this stage, if it does."""
@@ -275,6 +287,19 @@ class SelfCheck:
     def _reference(self, layer_id: int, seen: Seen, known: Mapping[int, torch.Tensor]) -> Reference:
         """What a tap must be; refused when it could not be told from another one in ``known``."""
         reference = self._find_reference(layer_id, seen)
+        value = reference.value
+        self._require_numbers(layer_id, reference)
+        for other, stream in known.items():
+            if other != layer_id and same_bits(stream, value):
+                raise self._refused(
+                    layer_id,
+                    f"{reference.seen} equals that of tap {other} ({_shape(value)}): the layers "
+                    "between them do nothing, or a tap was given another layer's id",
+                )
+        return reference
+
+    def _require_numbers(self, layer_id: int, reference: Reference) -> None:
+        """Refused when a tap's numbers could be equal to others by chance."""
         value = reference.value
         if value.dtype != self._dtype:
             raise self._refused(
@@ -290,14 +315,6 @@ class SelfCheck:
             raise self._refused(
                 layer_id, f"{reference.seen} has equal rows for different tokens ({_shape(value)})"
             )
-        for other, stream in known.items():
-            if other != layer_id and same_bits(stream, value):
-                raise self._refused(
-                    layer_id,
-                    f"{reference.seen} equals that of tap {other} ({_shape(value)}): the layers "
-                    "between them do nothing, or a tap was given another layer's id",
-                )
-        return reference
 
     def _find_reference(self, layer_id: int, seen: Seen) -> Reference:
         if layer_id in seen.odd_rows:
@@ -311,11 +328,29 @@ class SelfCheck:
             return Reference(seen.own[layer_id], OWN)
         if self._is_computed(layer_id):
             raise self._refused(layer_id, "the model's own tap code gives none to compare it with")
-        site, parts = self._next_reads(layer_id, seen)
-        streams = [seen.at[site][part] for part in parts]
-        return Reference(
-            streams[0] if len(streams) == 1 else streams[0] + streams[1], site.describe(parts)
-        )
+        if layer_id not in self._made:
+            self._made[layer_id] = self._find_made(layer_id, seen)
+        site, parts = self._made[layer_id]
+        return Reference(_sum(seen.at[site][part] for part in parts), site.describe(parts))
+
+    def _find_made(self, layer_id: int, seen: Seen) -> tuple[Site, tuple[Part, ...]]:
+        """What the layer before has made of that which the next reads.
+
+        The first layer of all has none before it: there it is what it reads.
+        """
+        reader, parts = self._next_reads(layer_id, seen)
+        value = _sum(seen.at[reader][part] for part in parts)
+        if layer_id == self._decoder.start:
+            return reader, parts
+        site = self._sites(layer_id)[-1]
+        self._require_numbers(layer_id, Reference(value, reader.describe(parts)))
+        if (made := _parts_of(seen.at.get(site, {}), value)) is None:
+            raise self._refused(
+                layer_id,
+                f"{reader.describe(parts)} ({_shape(value)}) is not what comes out of the layer "
+                f"before ({_described(site, seen)}): the model changes the stream between them",
+            )
+        return site, made
 
     def _next_reads(self, layer_id: int, seen: Seen) -> tuple[Site, tuple[Part, ...]]:
         """What goes to the stream's next reader, and which parts of it are the stream."""
@@ -329,14 +364,15 @@ class SelfCheck:
         consumer = self._consumer(layer_id, seen)
         if consumer is None:
             raise self._refused(layer_id, "nothing is called after the last layer to check it")
-        if not (parts := self._reads.get(consumer)):
+        reading = self._reads.get(consumer, Reading((), "was not seen"))
+        if not reading.parts:
             given = seen.at.get(consumer, {})
             raise self._refused(
                 layer_id,
                 f"{len(given)} tensors of the right shape go {consumer.describe(tuple(given))}: "
-                "StageTap cannot tell which are the residual stream",
+                f"StageTap finds that it {reading.why_not}",
             )
-        return consumer, parts
+        return consumer, reading.parts
 
     # Where it is read -----------------------------------------------------------------------
 
@@ -349,23 +385,16 @@ class SelfCheck:
         if self._is_computed(layer_id):
             taken = INTO_LAYER if sites[0].moment == "input" else OUT_OF_LAYER
             return TapPlan(layer_id, sites[0], taken, mixture(self._decoder.parent, layer_id))
-        if reference.seen != OWN and len(sites) > 1:
-            # The next consumer's input is what it is compared with: read it elsewhere.
-            sites = sites[1:]
+        if reference.seen != OWN:
+            return TapPlan(layer_id, *self._next_reads(layer_id, seen))
         for site in sites:
-            parts = seen.at.get(site, {})
-            for chosen in combinations_of(parts):
-                first, *rest = (parts[part] for part in chosen)
-                if same_bits(first + rest[0] if rest else first, reference.value):
-                    return TapPlan(layer_id, site, chosen)
-        looked = "; ".join(
-            f"{site.describe(tuple(seen.at[site])) if seen.at.get(site) else site.describe(())}"
-            for site in sites
-        )
+            chosen = _parts_of(seen.at.get(site, {}), reference.value)
+            if chosen is not None:
+                return TapPlan(layer_id, site, chosen)
         raise self._refused(
             layer_id,
             f"{reference.seen} ({_shape(reference.value)}) is not to be read anywhere "
-            f"(looked at: {looked})",
+            f"(looked at: {'; '.join(_described(site, seen) for site in sites)})",
         )
 
     def _refused(self, layer_id: int, why: str) -> Refused:
@@ -375,10 +404,22 @@ class SelfCheck:
         )
 
 
-def combinations_of(parts: Mapping[Part, torch.Tensor]) -> Iterator[tuple[Part, ...]]:
-    """Sums of two first, then single ones."""
-    yield from combinations(parts, 2)
-    yield from ((part,) for part in parts)
+def _parts_of(parts: Mapping[Part, torch.Tensor], value: torch.Tensor) -> tuple[Part, ...] | None:
+    """One part, or two, that make a tensor when they are added; a zero adds nothing to be seen."""
+    numbers = {part: tensor for part, tensor in parts.items() if tensor.any()}
+    for chosen in chain(combinations(numbers, 1), combinations(numbers, 2)):
+        if same_bits(_sum(numbers[part] for part in chosen), value):
+            return chosen
+    return None
+
+
+def _sum(streams: Iterable[torch.Tensor]) -> torch.Tensor:
+    first, *rest = streams
+    return first + rest[0] if rest else first
+
+
+def _described(site: Site, seen: Seen) -> str:
+    return site.describe(tuple(seen.at.get(site, {})))
 
 
 def _shape(value: torch.Tensor) -> str:
