@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from engine.distance import relative_error
 from engine.harness import Arm, random_prompts
 from stagetap import open_dataset
+from stagetap.equivalence.compare import compare_datasets
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
 
@@ -108,3 +110,15 @@ def test_code_with_taps_and_code_without_are_kept_apart(arms: dict[str, Any]) ->
     for name in PROMPTS:
         assert torch.equal(arms["one stage again"][name], arms["one stage"][name])
     assert arms["plain again"] == arms["plain"]
+
+
+def test_a_compiled_pass_is_tapped_where_it_is_read(captured: Callable[..., Any]) -> None:
+    """Gemma3 has no tap code: its taps are read as they go into layers, and into the last norm."""
+    eager = captured("gemma3", PROMPTS, LAYERS, pp=1)
+    one = captured("gemma3", PROMPTS, LAYERS, pp=1, enforce_eager=False)
+    two = captured("gemma3", PROMPTS, LAYERS, pp=2, enforce_eager=False)
+    comparison = compare_datasets(one, two, PROMPTS)
+    assert comparison.bitwise, "\n".join(comparison.findings())
+    for name in PROMPTS:
+        for layer in LAYERS:
+            assert relative_error(one[name].layer(layer), eager[name].layer(layer)) < 0.05
