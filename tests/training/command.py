@@ -1,4 +1,4 @@
-"""Running ``stagetap train`` as its users do."""
+"""Running commands around training as their users do."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from engine.harness import clean_environment
 
 DSPARK = [
     *("--speculator-type", "dspark", "--num-layers", "1", "--full-attention-indices", "0"),
@@ -28,6 +30,19 @@ def train(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=240,
     )
+
+
+def stagetap(*arguments: object, **environment: str) -> dict[str, Any]:
+    """What a command said, with its own environment."""
+    child = subprocess.run(
+        [sys.executable, "-m", "stagetap", *map(str, arguments), "--json"],
+        env=clean_environment(**environment),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert child.returncode == 0, (child.stdout + child.stderr)[-6000:]
+    return json.loads(child.stdout)
 
 
 def metrics(file: Path) -> list[dict[str, Any]]:

@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from datasets import load_from_disk
 
 from checkpoints import tiny_checkpoint
-from engine.harness import clean_environment, random_prompts
+from engine.harness import random_prompts
 from stagetap import open_dataset
 from stagetap.engine.environment import BINDING_ENV, cores_by_rank
-from training.command import DSPARK, metrics, train
+from training.command import DSPARK, metrics, stagetap, train
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
 
 EPOCHS = 3
-
-
-def stagetap(*arguments: object, **environment: str) -> dict[str, Any]:
-    """What a command said, with its own environment."""
-    child = subprocess.run(
-        [sys.executable, "-m", "stagetap", *map(str, arguments), "--json"],
-        env=clean_environment(**environment),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert child.returncode == 0, (child.stdout + child.stderr)[-6000:]
-    return json.loads(child.stdout)
 
 
 def test_losses_are_those_of_one_stage_step_by_step(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from stagetap.errors import Refused, StreamMismatch
+from stagetap.errors import Refused
 from stagetap.fingerprint import weights_fingerprint
 from stagetap.stores.base import Invariant
 from stagetap.taps import ID_CONVENTION, STREAM_PREFIX_SUM, STREAM_RESIDUAL
@@ -81,16 +81,16 @@ def check_dataset(uri: str, stored: Invariant, reads: DraftReads) -> None:
     """Refuse a dataset on which this draft would train on something else than it will be served.
 
     Raises:
-        StreamMismatch: another stream kind, or one whose last tap gives no targets.
-        Refused: another target, or taps that were not captured.
+        Refused: another stream kind, or one whose last tap gives no targets; another target; taps
+            that were not captured.
     """
     if stored.stream != reads.stream:
-        raise StreamMismatch(
+        raise Refused(
             f"{uri} holds the stream {stored.stream!r}, this draft reads {reads.stream!r}: capture "
             f"that one, or say --stagetap-stream {stored.stream} if the draft will be served on it"
         )
     if stored.stream == STREAM_PREFIX_SUM:
-        raise StreamMismatch(
+        raise Refused(
             f"{uri} holds the stream {stored.stream!r}, whose last tap is not what the target's "
             "head reads, so it gives no training targets: capture attn_res_mixture, for a draft "
             "with fc_norm"
