@@ -12,8 +12,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bench import bench_capture, bench_mooncake, bench_reader
+from bench import bench_capture, bench_mooncake, bench_online, bench_reader
 from stagetap.cli.output import activity
+from stagetap.wording import counted
 
 PARTS = ("reader", "capture", "mooncake")
 
@@ -125,13 +126,38 @@ def _mooncake(
         for name, baseline in bench_mooncake.OVER_PLAIN.items():
             ratios = [f"{figures.over_plain[name]:.2f}" for figures in sizes]
             table.add_row(f"{name}, over {baseline}", ">= 0.90", *ratios)
+        for name, staged in bench_mooncake.OVER_STAGED.items():
+            ratios = [f"{figures.over_staged[name]:.2f}" for figures in sizes]
+            table.add_row(f"{name}, over {staged}", "", *ratios)
         for name in sizes[0].over_hs:  # none unless hs-connectors is installed
             ratios = [f"{figures.over_hs[name]:.2f}" for figures in sizes]
             table.add_row(f"{name}, over {bench_mooncake.OVER_HS[name]}", "> 1.00", *ratios)
         for name in sizes[0].seconds:
             table.add_row(name, "", *[f"{1000 * each.seconds[name]:.2f} ms" for each in sizes])
         tables.append(table)
-    return {"mooncake": document}, tables
+    online = bench_online.measure(arguments.rounds, arguments.prompts, arguments.tokens, notify)
+    table = _ratios()
+    table.add_row(
+        "tokens/s, export to Mooncake over vLLM without StageTap",
+        f"{online.over_plain:.3f}",
+        ">= 0.95",
+        f"{online.exporting_tokens_per_s:.0f} over {online.plain_tokens_per_s:.0f} tokens/s, "
+        f"spread {online.spread:.0%}",
+    )
+    table.add_row(
+        "tokens/s, exporting over not exporting, one engine",
+        f"{online.over_not_exporting:.3f}",
+        "",
+        "",
+    )
+    for each in online.latency:
+        table.add_row(
+            f"last prefill chunk to trainer, {counted(each.clients, 'client')}",
+            "",
+            "",
+            f"p50 {each.p50_ms:.1f} ms, p99 {each.p99_ms:.1f} ms of {each.samples} samples",
+        )
+    return {"mooncake": document, "online": asdict(online)}, [*tables, table]
 
 
 def _ratios() -> Table:

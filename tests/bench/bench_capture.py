@@ -28,7 +28,12 @@ STAGES = 2
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """One engine start. ``store`` is empty for an engine without StageTap."""
+    """One engine start.
+
+    ``store`` is empty for an engine without StageTap, ``modes`` says which of MODES and CROWDS an
+    engine with it is measured in. With ``clients`` samples are timed on their
+    way to a trainer, for each of these numbers of clients.
+    """
 
     model: str
     pp: int
@@ -38,6 +43,8 @@ class EngineSpec:
     tokens: int
     seed: int
     layers: list[int] = field(default_factory=lambda: list(LAYERS))
+    modes: list[str] = field(default_factory=lambda: [*MODES, *CROWDS])
+    clients: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,11 @@ OVER_PLAIN = {
     "read": "get_into",
     "read and verify": "get_into",
 }
+OVER_STAGED = {
+    "publish direct": "publish staged",
+    "publish direct, no checksum": "publish staged, no checksum",
+    f"publish direct, {AT_ONCE} at once": f"publish staged, {AT_ONCE} at once",
+}
 OVER_HS = {
     "publish direct, no checksum": "hs write",
     "publish staged, no checksum": "hs write",
@@ -74,6 +79,7 @@ class MooncakeFigures:
             hs-connectors from a contiguous tensor, `hs write` what its connector does: rows out of
             pages, a look for NaN, `put_sample`; `hs get` is `get_sample`.
         over_plain: bytes/s over those of the plain call (`OVER_PLAIN`).
+        over_staged: from pages over the same through slots (`OVER_STAGED`).
         over_hs: the same over hs-connectors (`OVER_HS`); empty when that is not installed.
     """
 
@@ -82,6 +88,7 @@ class MooncakeFigures:
     turns: int
     seconds: dict[str, float]
     over_plain: dict[str, float]
+    over_staged: dict[str, float]
     over_hs: dict[str, float]
 
 
@@ -194,6 +201,7 @@ class _Bench:
             turns=count,
             seconds=seconds,
             over_plain=ratios(OVER_PLAIN),
+            over_staged=ratios(OVER_STAGED),
             over_hs=ratios(OVER_HS),
         )
 

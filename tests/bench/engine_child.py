@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -32,7 +33,10 @@ def main() -> None:
     spec = json.loads(sys.argv[1])
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # Lets a function run in the workers.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    result = measure_with_stagetap(spec) if spec["store"] else measure_plain(spec)
+    if spec["clients"]:
+        result = measure_latency(spec)
+    else:
+        result = measure_with_stagetap(spec) if spec["store"] else measure_plain(spec)
     Path(spec["result"]).write_text(json.dumps(result))
 
 
@@ -50,14 +54,14 @@ def measure_with_stagetap(spec: dict[str, Any]) -> dict[str, Any]:
         engine = session._engine
         batches = Batches(spec)
         caches = engine.collective_rpc(tap_cache)
-        rates: dict[str, list[float]] = {name: [] for name in MODES}
+        rates: dict[str, list[float]] = {name: [] for name in MODES if name in spec["modes"]}
         for turn in range(spec["rounds"] + 1):
             # Who comes first changes, so that nobody profits from what another left behind.
             for name in sorted(rates, reverse=bool(turn % 2)):
                 rate = timed_batch(engine, batches.next(), MODES[name])
                 if turn:  # The first turn warms up.
                     rates[name].append(rate)
-        crowds: dict[str, list[float]] = {name: [] for name in CROWDS}
+        crowds: dict[str, list[float]] = {name: [] for name in CROWDS if name in spec["modes"]}
         for turn in range(spec["rounds"]):
             for name in sorted(crowds, reverse=bool(turn % 2)):
                 prompts = batches.crowd()
@@ -87,6 +91,64 @@ def measure_plain(spec: dict[str, Any]) -> dict[str, Any]:
     return {"plain": rates[1:]}
 
 
+def measure_latency(spec: dict[str, Any]) -> dict[str, Any]:
+    """From the answer to a prompt until a trainer has its sample, for each number of clients.
+
+    Requests end with their prompt and wait for no commit: their answer comes when the last chunk of
+    the prompt has been computed. Both processes read one clock.
+    """
+    from stagetap.engine.session import CaptureSession
+
+    seconds: dict[str, list[float]] = {}
+    with CaptureSession(
+        spec["model"],
+        layers=spec["layers"],
+        store=spec["store"],
+        pp=spec["pp"],
+        engine_args=engine_args(),
+    ) as session:
+        batches = Batches(spec)
+        # The first turn warms up both processes.
+        for turn, clients in enumerate([spec["clients"][0], *spec["clients"]]):
+            prompts = batches.sent_by(clients)
+            command = [sys.executable, "-m", "bench.trainer", spec["store"], str(len(prompts))]
+            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
+                assert trainer.stdout is not None
+                trainer.stdout.readline()  # it waits for samples
+                answered = answer_times(session._engine, prompts, clients, f"{turn}/")
+                arrived = json.loads(trainer.stdout.readline())
+            if turn:
+                seconds[str(clients)] = [arrived[name] - answered[name] for name in answered]
+    return seconds
+
+
+def answer_times(
+    engine: Any, prompts: list[list[int]], clients: int, prefix: str
+) -> dict[str, float]:
+    """When each prompt was answered, by the id of its sample."""
+    from vllm import SamplingParams
+
+    waiting = [(f"{prefix}{number}", ids) for number, ids in enumerate(prompts)]
+    answered: dict[str, float] = {}
+    in_flight = 0
+    while waiting or in_flight:
+        while waiting and in_flight < clients:
+            name, ids = waiting.pop(0)
+            options = {"sample_id": name, "prefill_only": True, "completion": "accepted"}
+            sampling = SamplingParams(
+                max_tokens=1,
+                detokenize=False,
+                extra_args={"kv_transfer_params": {"stagetap": options}},
+            )
+            engine.add_request(name, {"prompt_token_ids": ids}, sampling)
+            in_flight += 1
+        for output in engine.step():
+            if output.finished:
+                in_flight -= 1
+                answered[output.request_id] = time.monotonic()
+    return answered
+
+
 def engine_args() -> dict[str, Any]:
     """What both engines have in common."""
     return {"skip_tokenizer_init": True, "use_tqdm_on_load": False}
@@ -106,6 +168,10 @@ class Batches:
     def crowd(self) -> list[list[int]]:
         """Several short prompts for each of the clients."""
         return self._prompts(4 * CLIENTS, self._shape[1] // 8)
+
+    def sent_by(self, clients: int) -> list[list[int]]:
+        """At least 64 prompts, several for each client."""
+        return self._prompts(max(64, 4 * clients), self._shape[1] // 4)
 
     def _prompts(self, count: int, tokens: int) -> list[list[int]]:
         return [[self._numbers.randrange(VOCABULARY) for _ in range(tokens)] for _ in range(count)]
@@ -155,7 +221,9 @@ def tap_cache(worker: Any) -> dict[str, Any]:
     taps = list(side._capture.taps.layer_ids)
     if not taps:
         return {"taps": [], "bytes_per_token": 0}
-    return {"taps": taps, "bytes_per_token": side._pages.nbytes / side._pages.num_slots}
+    pages = side._pages
+    tokens = len(pages.stripes[0]) * pages.block_size
+    return {"taps": taps, "bytes_per_token": pages.nbytes / tokens}
 
 
 if __name__ == "__main__":
