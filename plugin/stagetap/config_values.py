@@ -6,7 +6,7 @@ value of the right type or a :class:`~stagetap.errors.Refused` naming file, key 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from stagetap.errors import Refused
@@ -50,6 +50,25 @@ class ConfigValues:
         self._config = config
         self.where = where
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All keys, those whose value is null included."""
+        return tuple(self._config)
+
+    def completed_by(self, defaults: Mapping[str, Any]) -> ConfigValues:
+        """The same with further values, which replace none."""
+        return ConfigValues({**defaults, **self._config}, self.where)
+
+    def says(self, name: str) -> bool:
+        """Whether a value is there."""
+        return self._config.get(name) is not None
+
+    def shapes(self) -> Iterator[str]:
+        """Keys whose value could be a count of parts, or tell parts apart."""
+        for name, value in self._config.items():
+            if (_is_integer(value) and value > 1) or (isinstance(value, (list, Mapping)) and value):
+                yield name
+
     def has(self, name: str) -> bool:
         """Whether something is there that is neither null, false, zero nor empty."""
         return bool(self._config.get(name))
@@ -67,11 +86,15 @@ class ConfigValues:
         raise MissingSize(f"{self.where} says no {' or '.join(names)}")
 
     def optional_size(self, *names: str, most: int = MAX_SIZE) -> int | None:
-        """The same, None where none is there; 0 counts as absent."""
+        """The same, None where none is there."""
         for name in names:
-            if (value := self._config.get(name)) is not None and not _is_zero(value):
+            if self._config.get(name) is not None:
                 return self._positive(name, most)
         return None
+
+    def size_or_none(self, *names: str) -> int | None:
+        """The same for what a model may have none of: 0 counts as absent."""
+        return self.optional_size(*(each for each in names if not self._is_zero(each)))
 
     def size_or(self, name: str, default: int) -> int:
         """A size, or ``default`` where it is absent; 0 is none."""
@@ -155,12 +178,29 @@ class ConfigValues:
         )
 
     def _positive(self, name: str, most: int) -> int:
-        value = self._config[name]
+        value = self._alike(name)
         if not _is_integer(value) or value < 1:
             raise self.wrong(name, "a size")
         if value > most:
             raise self.wrong(name, f"a size up to {most}")
         return int(value)
+
+    def _alike(self, name: str) -> Any:
+        """A value, or the one that a list repeats for every layer."""
+        value = self._config[name]
+        if not isinstance(value, list) or not value:
+            return value
+        if any(each != value[0] for each in value):
+            raise Refused(
+                f"{self.where}: {name} is {shown(value)}: lists that differ by layer are not "
+                "counted; count with the largest and the smallest in its place"
+            )
+        return value[0]
+
+    def _is_zero(self, name: str) -> bool:
+        value = self._config.get(name)
+        listed = value if isinstance(value, list) else [value]
+        return bool(listed) and all(_is_integer(each) and each == 0 for each in listed)
 
 
 def decoder_values(config: Mapping[str, Any], where: str = "config.json") -> ConfigValues:
@@ -202,7 +242,3 @@ def said_dtype(values: ConfigValues, outer: ConfigValues) -> str | None:
 
 def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_zero(value: Any) -> bool:
-    return _is_integer(value) and value == 0

@@ -6,6 +6,7 @@
 ``quantization``     bytes of a weight under ``quantization_config``
 ``attention``        kinds of attention: their weights, and what they cache
 ``feed_forward``     dense and mixture-of-experts blocks: their weights
+``defaults``         what a model type's class holds where a configuration is silent
 ``model``            a configuration as a list of decoder layers
 ``stages``           stages, owners, memory of one GPU of each
 ``balance``          would another partition hold more KV cache?
@@ -13,5 +14,6 @@
 ``couplings``        settings of a server that only make sense together
 ===================  ==============================================================
 
-All pure. Shapes are those that vLLM 0.32.0 allocates; ``tests/engine/test_plan.py`` compares.
+All pure, but that ``defaults`` may ask transformers. Shapes are those that vLLM 0.32.0 allocates;
+``tests/engine/test_plan.py`` compares.
 """

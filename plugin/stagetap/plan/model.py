@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,6 @@ from stagetap.config_values import (
     MAX_LAYERS,
     ConfigValues,
     MissingSize,
-    decoder_values,
     positions_are_scaled,
     said_dtype,
 )
@@ -23,11 +23,12 @@ from stagetap.plan.attention import (
     KimiDeltaAttention,
     LatentAttention,
 )
+from stagetap.plan.defaults import Completed, completed
 from stagetap.plan.feed_forward import DenseBlock, ExpertBlock, FeedForward
 from stagetap.plan.parallel import Parallel
 from stagetap.plan.quantization import Quantization, read_quantization
 from stagetap.plan.weights import Weight, replicated, vector
-from stagetap.wording import shown
+from stagetap.wording import shortened, shown
 
 CHECKED_TYPES = frozenset(
     {
@@ -63,6 +64,8 @@ UNTOLD = {
     "per_layer_config": "sizes that differ by layer",
     "use_double_wide_mlp": "blocks of two widths",
     "cross_attention_layers": "layers that attend to images",
+    "hybrid_override_pattern": "layers of several kinds",
+    "interleave_moe_layer_step": "blocks of two widths among layers with experts",
 }
 """Keys that, set, mean shapes which the plan cannot tell, and what they stand for."""
 
@@ -72,6 +75,40 @@ NO_DECODER = {
     "classifier_pooling": "an encoder, whose states are pooled",
 }
 """Keys that, set, mean a model whose prompts do not run through a decoder alone."""
+
+_PARTS = re.compile(
+    r"expert|moe|dense_layer|^share|mlp_layer_types"
+    r"|attention_groups|attn_type|attention_type|block_type|layer_pattern"
+)
+"""Keys that name experts, blocks shared among tokens, or kinds of attention and layers."""
+
+_READ_PARTS = frozenset(
+    {
+        "attn_type_list",
+        "decoder_sparse_step",
+        "min_moe_intermediate_per_partition",
+        "moe_intermediate_size",
+        "moe_layer_freq",
+        "n_routed_experts",
+        "n_shared_experts",
+        "num_experts",
+        "num_local_experts",
+        "num_shared_expert",
+        "num_shared_experts",
+        "routed_expert_hidden_size",
+        "shared_expert_intermediate_size",
+        # How many of them a token takes, which changes no shape.
+        "moe_k",
+        "moe_top_k",
+        "moe_topk",
+        "num_expert_group",
+        "num_experts_per_tok",
+        "num_experts_per_token",
+    }
+)
+"""Those of them that the plan reads, or need not."""
+
+_GATED_WITHOUT_SILU = {"gemma", "gemma2", "gemma3", "gemma3_text", "vaultgemma"}
 
 _ENDS = frozenset({"embedding", "head", "norm"})
 _ENDS_EVERYWHERE = {
@@ -209,11 +246,14 @@ def read_model(
     Raises:
         Refused: a size is missing, or the model has parts whose shapes the plan cannot tell.
     """
-    outer, values = ConfigValues(config, where), decoder_values(config, where)
-    model_type = values.text("model_type") or outer.text("model_type") or ""
-    _check_kind(values)
+    found = completed(config, where)
+    model_type = found.model_type
+    _check_kind(found.decoder)
+    _check_parts(found.decoder)
+    if model_type not in CHECKED_TYPES:
+        _check_gate(found.decoder, model_type)
     try:
-        return _read(outer, values, model_type, dtype)
+        return _read(found, dtype)
     except MissingSize as error:
         if model_type in CHECKED_TYPES:
             raise
@@ -223,13 +263,17 @@ def read_model(
         ) from None
 
 
-def _read(outer: ConfigValues, values: ConfigValues, model_type: str, dtype: str | None) -> Model:
+def _read(found: Completed, dtype: str | None) -> Model:
+    outer, values, model_type = found.outer, found.decoder, found.model_type
     remarks: list[str] = []
     if model_type not in CHECKED_TYPES:
         remarks.append(
             f"model type {shown(model_type or 'unnamed')} was read by the keys that other models "
             "use"
         )
+    if found.taken:
+        sizes = ", ".join(f"{name} {value}" for name, value in found.taken.items())
+        remarks.append(f"config.json leaves to its model type's defaults: {sizes}")
     if outer.has("vision_config") or outer.has("audio_config"):
         remarks.append("towers for images or sound are not counted")
     if values.has("num_nextn_predict_layers"):
@@ -253,7 +297,7 @@ def _read(outer: ConfigValues, values: ConfigValues, model_type: str, dtype: str
         model_type=model_type,
         hidden_size=values.size("hidden_size"),
         vocab_size=values.size("vocab_size"),
-        tied=values.flag("tie_word_embeddings", outer.flag("tie_word_embeddings")),
+        tied=_tied(outer, values, model_type),
         dtype=_dtype(values, outer, dtype, remarks),
         max_len=values.optional_size("max_position_embeddings", "model_max_length"),
         may_be_longer=positions_are_scaled(values),
@@ -270,6 +314,18 @@ def _norms(model_type: str) -> int:
     return 4 if model_type in _FOUR_NORMS else 1 if model_type in _ONE_NORM else 2
 
 
+def _tied(outer: ConfigValues, values: ConfigValues, model_type: str) -> bool:
+    """Whether the head is the embedding. vLLM asks what surrounds a decoder first."""
+    for each in (outer, values):
+        if each.says("tie_word_embeddings"):
+            return each.flag("tie_word_embeddings")
+    raise Refused(
+        f"{values.where} says no tie_word_embeddings, and the default of model type "
+        f"{shown(model_type or 'unnamed')} is not known here; write true or false there, "
+        "or install a transformers that knows the type"
+    )
+
+
 def _check_kind(values: ConfigValues) -> None:
     for key, what in NO_DECODER.items():
         if values.has(key):
@@ -278,6 +334,35 @@ def _check_kind(values: ConfigValues) -> None:
         if values.has(key):
             raise Refused(
                 f"{values.where}: {key} means {what}, whose shapes the plan does not know yet; "
+                f"{_DOCTOR_KNOWS}"
+            )
+
+
+def _check_parts(values: ConfigValues) -> None:
+    """Refuse experts and kinds of attention whose keys the plan does not read."""
+    for key in values.shapes():
+        if _PARTS.search(key.lower()) and key not in _READ_PARTS:
+            raise Refused(
+                f"{values.where}: the plan does not know what {shortened(key)} means for "
+                f"the shapes of layers; {_DOCTOR_KNOWS}"
+            )
+    if any(kind != 1 for kind in values.integers("attn_type_list") or ()):
+        raise Refused(
+            f"{values.where}: attn_type_list means layers without softmax attention, whose shapes "
+            f"the plan does not know yet; {_DOCTOR_KNOWS}"
+        )
+
+
+def _check_gate(values: ConfigValues, model_type: str) -> None:
+    """Refuse what may be a feed-forward block of two matrices: nearly all of three use SiLU."""
+    for key in ("hidden_activation", "hidden_act"):
+        activation = values.text(key)
+        if activation in (None, "silu", "swish"):
+            continue
+        if model_type not in _GATED_WITHOUT_SILU:
+            raise Refused(
+                f"{values.where}: {key} {shown(activation)}: the plan does not know whether the "
+                f"feed-forward blocks of {shown(model_type or 'unnamed')} have a gate; "
                 f"{_DOCTOR_KNOWS}"
             )
 
@@ -307,7 +392,7 @@ def _attentions(
             "(linear_attn_config) and gated delta nets (linear_num_value_heads)"
         )
     full = _softmax_attention(values, model_type, None)
-    window = values.optional_size("sliding_window")
+    window = values.size_or_none("sliding_window")
     found: list[Attention] = []
     for kind in kinds:
         if kind == "linear":
@@ -343,12 +428,10 @@ def _layer_kinds(
         if len(types) < total:
             raise Refused(f"{values.where}: layer_types names {len(types)} layers of {total}")
         return [known[name] for name in types[:total]]
-    if values.optional_size("linear_num_value_heads"):
+    if values.size_or_none("linear_num_value_heads"):
         every = values.size_or("full_attention_interval", 4)
         return ["full" if (index + 1) % every == 0 else "linear" for index in range(total)]
-    if values.optional_size("sliding_window") is None or not values.flag(
-        "use_sliding_window", True
-    ):
+    if values.size_or_none("sliding_window") is None or not values.flag("use_sliding_window", True):
         return ["full"] * total
     if model_type in _ALL_WINDOWED:
         return ["sliding"] * total
@@ -374,7 +457,7 @@ def _linear_attention(values: ConfigValues) -> Attention | None:
             conv=kda.size("short_conv_kernel_size"),
             full_rank_gate=kda.flag("use_full_rank_gate"),
         )
-    if values.optional_size("linear_num_value_heads") is None:
+    if values.size_or_none("linear_num_value_heads") is None:
         return None
     state = values.text("mamba_ssm_dtype")
     return GatedDeltaNet(
@@ -424,13 +507,13 @@ def _softmax_attention(values: ConfigValues, model_type: str, window: int | None
 
 
 def _feed_forward(values: ConfigValues, model_type: str, index: int) -> FeedForward:
-    experts = values.optional_size("num_experts", "n_routed_experts", "num_local_experts")
+    experts = values.size_or_none("num_experts", "n_routed_experts", "num_local_experts")
     if experts is None or not _is_sparse(values, index):
         return DenseBlock(values.size("intermediate_size"), bias=values.flag("mlp_bias"))
     width = values.size("moe_intermediate_size", "intermediate_size")
     kimi = model_type in ("kimi_k3", "kimi_linear")
-    shared = values.optional_size("n_shared_experts", "num_shared_experts")
-    shared_width = values.optional_size("shared_expert_intermediate_size")
+    shared = values.size_or_none("n_shared_experts", "num_shared_experts", "num_shared_expert")
+    shared_width = values.size_or_none("shared_expert_intermediate_size")
     return ExpertBlock(
         experts=experts,
         width=width,

@@ -91,7 +91,8 @@ def test_experts_by_hand() -> None:
     [("olmo2", 4 * 32 + 2 * 32), ("olmoe", 4 * 32 + 2 * 32), ("cohere", -128), ("cohere2", -128)],
 )
 def test_norms_by_hand(model_type: str, more: int) -> None:
-    found = read_model({**LLAMA, "model_type": model_type}).parameters()
+    dense = {"num_experts": 0, "tie_word_embeddings": False}
+    found = read_model({**LLAMA, **dense, "model_type": model_type}).parameters()
     assert found == read_model(LLAMA).parameters() + 6 * more
 
 
@@ -108,6 +109,11 @@ def test_which_layers_are_sparse() -> None:
     [
         ({}, ["full"] * 6),
         ({"sliding_window": 16, "use_sliding_window": False}, ["full"] * 6),
+        # vLLM takes 0 for none, and an absent one for the class's.
+        ({"sliding_window": 0, "model_type": "mistral"}, ["full"] * 6),
+        ({"sliding_window": None, "model_type": "mistral"}, ["full"] * 6),
+        ({"model_type": "mistral"}, ["window 4096"] * 6),
+        ({"attn_type_list": [1] * 6}, ["full"] * 6),
         ({"sliding_window": 16, "model_type": "mistral"}, ["window 16"] * 6),
         ({"sliding_window": 16, "model_type": "gpt_oss"}, ["window 16", "full"] * 3),
         (
@@ -134,7 +140,8 @@ def test_kinds_of_attention(changes: dict[str, Any], labels: list[str]) -> None:
 
 def test_what_is_guessed_is_said() -> None:
     assert read_model(LLAMA).remarks == ()
-    unknown = read_model({**LLAMA, "model_type": "novel", "sliding_window": 16})
+    novel = {"model_type": "novel", "tie_word_embeddings": False}
+    unknown = read_model({**LLAMA, **novel, "sliding_window": 16})
     assert "'novel' was read by the keys" in unknown.remarks[0]
     assert "counted as full attention" in unknown.remarks[1]
     assert "towers" in read_model(target("kimi-k3")).remarks[0]
@@ -160,6 +167,15 @@ def test_what_is_guessed_is_said() -> None:
         ({"per_layer_config": {"2": {"head_dim": 64}}}, "sizes that differ by layer"),
         ({"kv_lora_rank": 64}, "says no qk_nope_head_dim"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "'bitsandbytes'"),
+        ({"moe_num_experts": 64}, "does not know what moe_num_experts means"),
+        ({"num_attention_groups": 2}, "does not know what num_attention_groups means"),
+        ({"num_dense_layers": 2}, "does not know what num_dense_layers means"),
+        ({"shared_intermediate_size": 64}, "does not know what shared_intermediate_size means"),
+        ({"layers_block_type": ["attention"]}, "does not know what layers_block_type means"),
+        ({"expert_groups": {"a": 1}}, "does not know what expert_groups means"),
+        ({"interleave_moe_layer_step": 1}, "blocks of two widths"),
+        ({"attn_type_list": [0, 1, 1, 1, 1, 1]}, "layers without softmax attention"),
+        ({"moe_intermediate_size": [64, 32], "num_experts": 4}, "lists that differ by layer"),
     ],
 )
 def test_what_cannot_be_told_is_refused(changes: dict[str, Any], said: str) -> None:
@@ -167,3 +183,23 @@ def test_what_cannot_be_told_is_refused(changes: dict[str, Any], said: str) -> N
         read_model({**LLAMA, **changes})
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("model_type", ["starcoder2", "gpt_neox", "phi", "apertus", "nemotron"])
+def test_blocks_that_may_have_no_gate_are_refused(model_type: str) -> None:
+    """Where the file does not name the activation, its class does."""
+    with pytest.raises(Refused, match=f"blocks of '{model_type}' have a gate; `stagetap doctor"):
+        read_model({**LLAMA, "model_type": model_type})
+
+
+def test_what_changes_no_shape_is_no_reason_to_refuse() -> None:
+    harmless = {"moe_topk": [2] * 6, "num_expert_group": 8, "moe_aux_loss": 2.5, "use_moe": True}
+    novel = {**LLAMA, "model_type": "novel", "tie_word_embeddings": False, "hidden_act": "silu"}
+    assert read_model({**novel, **harmless}).parameters() == read_model(novel).parameters()
+
+
+def test_a_list_that_repeats_one_size_is_that_size() -> None:
+    """As Hunyuan-A13B is released, whose shared experts stand under a key of their own."""
+    said = {"n_shared_experts": 1, "moe_intermediate_size": 64}
+    listed = {"num_shared_expert": [1] * 6, "moe_intermediate_size": [64] * 6}
+    assert read_model({**MOE, **listed}).parameters() == read_model({**MOE, **said}).parameters()

@@ -131,7 +131,8 @@ def test_a_model_that_does_not_fit() -> None:
 
 
 def test_a_longest_sequence_is_needed() -> None:
-    endless = {key: value for key, value in LLAMA.items() if key != "max_position_embeddings"}
+    novel = {**LLAMA, "model_type": "novel", "tie_word_embeddings": False}
+    endless = {key: value for key, value in novel.items() if key != "max_position_embeddings"}
     with pytest.raises(Refused, match="--max-len"):
         make_plan(read_model(endless), [2], Parallel(1, 1))
     assert make_plan(read_model(endless), [2], Parallel(1, 1), sequence_tokens=9).tokens is None
@@ -160,7 +161,7 @@ def test_what_is_refused(ids: list[int], settings: dict[str, Any], said: str) ->
 )
 def test_stages_add_up(pp: int, ids: set[int], tp: int, expert_parallel: bool) -> None:
     """Whatever the layout, the parts are those of the whole, where no stage holds another's."""
-    model = read_model({**MOE, "model_type": "novel_moe"})
+    model = read_model({**MOE, "model_type": "novel_moe", "tie_word_embeddings": False})
     plan = make_plan(model, sorted(ids), Parallel(pp, tp, expert_parallel), batched_tokens=1)
     (whole,) = make_plan(model, sorted(ids), Parallel(1, tp, expert_parallel)).stages
     assert sorted(k for stage in plan.stages for k in stage.layer_ids) == sorted(ids)

@@ -94,6 +94,12 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"model_type": "gemma3_text", "sliding_window": 16, "sliding_window_pattern": 0},
         "sliding_window_pattern is 0",
     ),
+    (LLAMA, {"num_key_value_heads": 0}, "num_key_value_heads is 0, not a size"),
+    (LLAMA, {"head_dim": 0}, "head_dim is 0, not a size"),
+    (LLAMA, {"max_position_embeddings": 0}, "max_position_embeddings is 0, not a size"),
+    (LLAMA, {"attn_type_list": "full"}, "attn_type_list is 'full'"),
+    (MOE, {"moe_intermediate_size": []}, "moe_intermediate_size is [], not a size"),
+    (MOE, {"moe_intermediate_size": ["64"] * 6}, "moe_intermediate_size is ['64'"),
     (MOE, {"first_k_dense_replace": "x"}, "first_k_dense_replace is 'x'"),
     (MOE, {"moe_layer_freq": 0}, "moe_layer_freq is 0"),
     (MOE, {"moe_layer_freq": "x"}, "moe_layer_freq is 'x'"),
@@ -163,7 +169,8 @@ _KEYS = sorted(
 )
 
 
-@settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
+# No deadline: the first model type that is not checked loads transformers.
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.sampled_from([LLAMA, MOE, QWEN3_NEXT, target("kimi-k3")["text_config"]]),
     st.dictionaries(st.sampled_from(_KEYS), _VALUES, min_size=1, max_size=3),
