@@ -152,8 +152,8 @@ def tokens_of_a_page(fits: int, unit: int) -> int:
 
     vLLM finds a cached prefix at common multiples of all groups' block sizes. Filling a page to the
     last token may put these far apart (25 tokens beside the attention's 16: every 400), halving it
-    wastes memory (16 of 25). So of all numbers that leave a sixteenth empty at most, the one with the
-    smallest common multiple (24 of 25: every 48).
+    wastes memory (16 of 25). So of all numbers that leave a sixteenth empty at most, the one with
+    the smallest common multiple (24 of 25: every 48).
 
     Args:
         fits: tokens, at least 1.
