@@ -73,8 +73,8 @@ class ConfigValues:
         """Whether something is there that is neither null, false, zero nor empty."""
         return bool(self._config.get(name))
 
-    def size(self, *names: str, most: int = MAX_SIZE) -> int:
-        """The first of these sizes that is there.
+    def size(self, *names: str, most: int = MAX_SIZE, listed: bool = False) -> int:
+        """The first of these sizes that is there; ``listed``: a list may repeat it for every layer.
 
         Raises:
             MissingSize: none is.
@@ -82,7 +82,7 @@ class ConfigValues:
         """
         for name in names:
             if self._config.get(name) is not None:
-                return self._positive(name, most)
+                return self._positive(name, most, listed)
         raise MissingSize(f"{self.where} says no {' or '.join(names)}")
 
     def optional_size(self, *names: str, most: int = MAX_SIZE) -> int | None:
@@ -93,8 +93,9 @@ class ConfigValues:
         return None
 
     def size_or_none(self, *names: str) -> int | None:
-        """The same for what a model may have none of: 0 counts as absent."""
-        return self.optional_size(*(each for each in names if not self._is_zero(each)))
+        """The same for what a model may have none of: 0 counts as absent. It may be listed."""
+        there = [each for each in names if self.says(each) and not self._is_zero(each)]
+        return self.size(*there, listed=True) if there else None
 
     def size_or(self, name: str, default: int) -> int:
         """A size, or ``default`` where it is absent; 0 is none."""
@@ -177,8 +178,8 @@ class ConfigValues:
             f"{self.where}: {name} is {shown(self._config.get(name))}, not {expected}; {_CURE}"
         )
 
-    def _positive(self, name: str, most: int) -> int:
-        value = self._alike(name)
+    def _positive(self, name: str, most: int, listed: bool = False) -> int:
+        value = self._alike(name) if listed else self._config[name]
         if not _is_integer(value) or value < 1:
             raise self.wrong(name, "a size")
         if value > most:

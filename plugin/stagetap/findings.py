@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+SEE_FOUND = "as found says"
+"""The cure of what has said its own."""
+
 
 @dataclass(frozen=True)
 class Finding:

@@ -232,6 +232,11 @@ def _deep_enough(choice: str, aux: tuple[int, ...], num_hidden_layers: int) -> t
 
 
 def _count(name: str, text: str) -> int:
+    if re.fullmatch(r"0*[1-9][0-9]{4,}", text):
+        raise Refused(
+            f"layers: {name}:{shortened(text)}: K is too large, no target has so many layers; "
+            f"write how many the draft reads, such as {name}:5"
+        )
     if not re.fullmatch(r"[1-9][0-9]{0,3}", text):
         raise Refused(
             f"layers: {name}:{shortened(text)} needs the number of layers that the draft reads, "
@@ -264,7 +269,7 @@ def _from_draft(choice: str, num_hidden_layers: int) -> tuple[int, ...]:
         raise Refused(f"layers: {error}; {_CHOICES}") from None
     if path != choice:
         ids = (*ids, num_hidden_layers)
-    return validate_layer_ids(ids, num_hidden_layers)
+    return _valid(ids, path, num_hidden_layers)
 
 
 class DraftUnreadable(Refused):
@@ -289,7 +294,16 @@ def read_draft(path: str, num_hidden_layers: int | None) -> tuple[int, ...]:
     ids = draft_layer_ids(config, path)
     if num_hidden_layers is not None:
         _check_target(ConfigValues(config, path), ids, num_hidden_layers)
-    return ids
+    return _valid(ids, path, num_hidden_layers)
+
+
+def _valid(ids: Sequence[int], path: str, num_hidden_layers: int | None) -> tuple[int, ...]:
+    """The ids of a draft. Raises Refused, naming its file, where the target has no such ids."""
+    try:
+        return validate_layer_ids(ids, num_hidden_layers)
+    except Refused as error:
+        said = str(error).removeprefix("layers: ")
+        raise Refused(f"layers: {shortened(path, 200)} names ids that do not fit: {said}") from None
 
 
 def _check_target(draft: ConfigValues, ids: Sequence[int], num_hidden_layers: int) -> None:

@@ -21,8 +21,8 @@ NO_CHECKSUM = "none"
 """Stands for the checksum of a fragment that was captured without one."""
 
 # Bytes per element of what can be stored, and the name of the type in a safetensors header.
-DTYPE_ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
-SAFETENSORS_DTYPE = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}
+DTYPE_ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+SAFETENSORS_DTYPE = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 # A relative path of named parts: none of them empty, `.` or `..`.
 _INSIDE_STORE = re.compile(

@@ -147,8 +147,8 @@ def check_lengths(
         more = f" (and lines {', '.join(others)}{', ...' if len(too_long) > 6 else ''})"
         raise Refused(
             f"{path}, line {first.number}{more if others else ''}: {len(first.token_ids)} tokens "
-            f"and {output} of output exceed the {max_len} tokens of --max-len; shorten the prompt "
-            "or raise --max-len"
+            f"and {output} of output exceed the longest sequence of {max_len} tokens; shorten the "
+            "prompt, or raise --max-len where the model allows it"
         )
 
 

@@ -39,5 +39,9 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+_UNPRINTABLE = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+"""Categories of what moves a cursor, turns the direction of a line or ends it."""
+
+
 def _printable(text: str) -> str:
-    return "".join(" " if unicodedata.category(each) == "Cc" else each for each in text)
+    return "".join(" " if unicodedata.category(each) in _UNPRINTABLE else each for each in text)

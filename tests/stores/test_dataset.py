@@ -130,7 +130,9 @@ def test_ids_that_repeat_in_another_run_are_kept_apart(root: Path) -> None:
         one = stagetap.open_dataset(root, run=run)
         assert one["0"].metadata == {"seed": seed}
         assert len(one) == 1
-    assert len(stagetap.open_dataset(root, run="sunday")) == 0
+    # It may begin yet, so it is no mistake for sure.
+    with pytest.warns(UserWarning, match="has no run 'sunday' yet; it has monday, tuesday"):
+        assert len(stagetap.open_dataset(root, run="sunday")) == 0
     both.delete(0)
     assert stagetap.open_dataset(root)["0"].metadata == {"seed": 1}
 
@@ -184,7 +186,7 @@ def test_ranks_that_do_not_exist_are_refused(
     dataset: HiddenStatesDataset, rank: int, world_size: int
 ) -> None:
     for make in (dataset.shard, dataset.stream):
-        with pytest.raises(Refused, match="ranks count from 0"):
+        with pytest.raises(Refused, match=r"ranks count from 0|world_size 0"):
             make(rank, world_size)
     with pytest.raises(Refused, match="shard the whole"):
         dataset.shard(0, 2).shard(0, 2)

@@ -205,7 +205,9 @@ def test_one_token_of_output_is_always_made(
     if fits:
         check_lengths(file, [prompt(1, length)], 10, output)
     else:
-        with pytest.raises(Refused, match="10 tokens and 1 of output exceed the 10"):
+        with pytest.raises(
+            Refused, match="10 tokens and 1 of output exceed the longest sequence of 10"
+        ):
             check_lengths(file, [prompt(1, length)], 10, output)
 
 

@@ -39,3 +39,7 @@ def test_any_text_becomes_one_line(text: str, characters: int) -> None:
     assert len(line) <= characters
     assert line.isprintable() or not text.isprintable()
     assert len(line.splitlines()) <= 1
+
+
+def test_what_turns_a_line_around_is_left_out() -> None:
+    assert shortened("a\u202eb\u2028c\x1b[31md") == "a b c [31md"

@@ -16,6 +16,7 @@ from stagetap.cli.demo_online import demo_online_command
 from stagetap.cli.doctor import doctor_command
 from stagetap.cli.equivalence import equivalence_command
 from stagetap.cli.inspect import inspect_command
+from stagetap.cli.packages import missing_package
 from stagetap.cli.plan import plan_command
 from stagetap.cli.rows import rows_command
 from stagetap.cli.serve import serve_command
@@ -70,8 +71,8 @@ def _root(
 def main() -> None:
     """Run the command.
 
-    What StageTap raises on purpose is one line on stderr: exit code 2 for a refusal, 1 for any
-    other error. ``STAGETAP_DEBUG=1`` shows the traceback.
+    What StageTap raises on purpose, and a package that is not installed, is one line on stderr:
+    exit code 2 for a refusal, 1 for any other error. ``STAGETAP_DEBUG=1`` shows the traceback.
     """
     try:
         app(prog_name="stagetap")
@@ -82,6 +83,12 @@ def main() -> None:
         kind = "refused" if refused else "error"
         print(f"stagetap: {kind}: {' '.join(str(error).splitlines())}", file=sys.stderr)
         sys.exit(2 if refused else 1)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if os.environ.get(DEBUG_ENV) == "1" or package in ("", "stagetap"):
+            raise
+        print(f"stagetap: refused: {missing_package(package)}", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         print("stagetap: interrupted", file=sys.stderr)
         sys.exit(130)

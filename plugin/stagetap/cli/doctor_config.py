@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stagetap.cli.model_facts import ModelFacts, model_facts
-from stagetap.errors import Refused
-from stagetap.findings import Finding
+from stagetap.cli.packages import cure_of
+from stagetap.errors import Refused, StageTapError
+from stagetap.findings import SEE_FOUND, Finding
 from stagetap.layer_choice import choose_layers, read_draft
 from stagetap.models import resolve_model
 from stagetap.options import CONNECTOR_NAME, ConnectorOptions, connector_options
@@ -23,7 +24,7 @@ from stagetap.plan.couplings import (
     check_times,
 )
 from stagetap.stores.mooncake_uri import is_mooncake, parse_seconds, parse_size, parse_uri
-from stagetap.taps import validate_layer_ids
+from stagetap.wording import one_line
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs
@@ -50,22 +51,36 @@ class Expectations:
 
 
 def check_config(file: Path, expectations: Expectations) -> Iterator[Finding]:
-    """What of the file's settings does not go together.
+    """What of the file's settings does not go together; why they cannot be read, where they cannot.
 
     Raises:
-        Refused: the file, the draft or an option cannot be read.
+        Refused: a number of the command line cannot be read.
     """
+    expected = expectations.read()
+    try:
+        yield from _checked(file, expectations.draft, expected)
+    except StageTapError as error:
+        yield Finding("configuration", one_line(error), SEE_FOUND)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "stagetap"):
+            raise
+        yield Finding("configuration", f"{package} is not installed", cure_of(package))
+
+
+def _checked(file: Path, draft: Path | None, expected: Expected) -> Iterator[Finding]:
+    if not file.is_file():
+        raise Refused(f"{file} is no file; give the one for vllm serve --config")
     from stagetap.engine.serve_file import read_serve_file
 
-    expected = expectations.read()
     arguments = read_serve_file(file)
     facts = model_facts(resolve_model(arguments.model))
     options = _options(file, arguments, facts)
     served = _served(arguments, options, facts)
     captured = ",".join(map(str, served.layer_ids))
     yield Finding("configuration", f"{file}: {arguments.model}, layers {captured}")
-    if expectations.draft is not None:
-        yield from _check_draft(served, expectations.draft)
+    if draft is not None:
+        yield from _check_draft(served, draft)
     if is_mooncake(options.store):
         store = parse_uri(options.store)
         yield from check_hosts(served, store)
@@ -101,8 +116,7 @@ def _served(arguments: AsyncEngineArgs, options: ConnectorOptions, facts: ModelF
 
 
 def _check_draft(served: Served, draft: Path) -> Iterator[Finding]:
-    ids = read_draft(str(draft), served.num_hidden_layers)
-    yield from check_draft(served, validate_layer_ids(ids, served.num_hidden_layers), str(draft))
+    yield from check_draft(served, read_draft(str(draft), served.num_hidden_layers), str(draft))
 
 
 def _number(option: str, text: str | None, read: Any) -> Any:

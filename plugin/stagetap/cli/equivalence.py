@@ -72,14 +72,15 @@ def equivalence_command(
     at a time. Exit code 0 only when every tensor is bitwise equal, or tolerable with --tolerant.
     """
     from stagetap.cli.model_facts import model_facts
+
+    model = resolve_model(model)
+    facts = model_facts(model)  # a wrong path is told before a package that is missing
     from stagetap.cli.tokenized import load_prompts
     from stagetap.equivalence.arms import Arm
     from stagetap.equivalence.made_prompts import DEFAULT_LENGTHS, parse_lengths, prompts_of_lengths
     from stagetap.equivalence.partition import parse_partition
     from stagetap.equivalence.prove import check_arm, prove
 
-    model = resolve_model(model)
-    facts = model_facts(model)
     if facts.num_hidden_layers is None or facts.vocab_size is None:
         raise Refused(
             f"the config.json of {model} is not on this machine, or tells neither layers nor "

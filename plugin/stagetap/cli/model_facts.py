@@ -88,10 +88,16 @@ def find_config(model: str) -> Path | None:
     """
     if os.path.isdir(model):
         return Path(model, "config.json")
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
     if model.count("/") == 1 and not model.startswith((".", "/", "~")):
+        try:
+            from huggingface_hub import try_to_load_from_cache
+            from huggingface_hub.errors import HFValidationError
+        except ModuleNotFoundError:
+            raise Refused(
+                f"{shortened(model)} is no folder here, and huggingface_hub, which finds what was "
+                "downloaded, is not installed; give a checkpoint folder, or pip install "
+                "huggingface_hub"
+            ) from None
         with suppress(HFValidationError):  # what is no name of theirs is none that we know
             found = try_to_load_from_cache(model, "config.json")
             return Path(found) if isinstance(found, str) else None

@@ -133,6 +133,11 @@ def _partition(asked: str | None, pp: int, num_hidden_layers: int) -> list[int] 
     layout = asked or os.environ.get(PARTITION_ENV)
     if not layout:
         return None
+    if asked and pp == 1 and "," in asked:
+        raise Refused(
+            f"--partition {shortened(asked)} is for {layout.count(',') + 1} stages and --pp is 1; "
+            f"say --pp {layout.count(',') + 1} as well"
+        )
     try:
         counts = parse_partition(layout)
         stage_layers(num_hidden_layers, pp, counts)
@@ -169,7 +174,7 @@ def _show(plan: Plan, name: str) -> None:
     model, total = plan.model, plan.model.num_hidden_layers
     experts = ", whole experts a rank" if plan.parallel.expert_parallel else ""
     say(
-        f"{name}: {model.model_type}, {total} layers, hidden {model.hidden_size}, "
+        f"{name}: {shortened(model.model_type)}, {total} layers, hidden {model.hidden_size}, "
         f"{_count(model.parameters())} parameters, {model.dtype}, "
         f"quantization {model.quantization.method}"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
@@ -11,6 +12,7 @@ import typer
 from stagetap.cli.arguments import JsonOption
 from stagetap.cli.output import print_json, results, stdout_kept_clean
 from stagetap.errors import Refused
+from stagetap.stores.mooncake_uri import is_mooncake
 
 if TYPE_CHECKING:
     from stagetap.training.rows import LearnFrom
@@ -44,15 +46,24 @@ def rows_command(
 
     The states stay where they are: `stagetap train` finds the sample of each row.
     """
-    from stagetap import open_dataset
+    from stagetap.stores.base import open_store_reader
     from stagetap.training.register import require_speculators
 
-    choice = _learn_from(learn_from)
+    if not is_mooncake(uri):
+        open_store_reader(uri)  # a wrong path is told before a package that is missing
     require_speculators()
+    choice = _learn_from(learn_from)
     with stdout_kept_clean() as stdout:
+        from stagetap import open_dataset
         from stagetap.training.rows import write_rows
 
-        report = write_rows(open_dataset(uri, run=run), out, choice, min_loss_tokens)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what it warns of is refused here
+            dataset = open_dataset(uri, run=run)
+        if run is not None and run not in dataset.runs:
+            there = ", ".join(dataset.runs) or "none"
+            raise Refused(f"{uri} has no run {run!r}; it has {there}")
+        report = write_rows(dataset, out, choice, min_loss_tokens)
         document = {"out": str(out), **asdict(report)}
         if as_json:
             print_json(document, stdout)

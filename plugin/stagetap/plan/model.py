@@ -510,7 +510,7 @@ def _feed_forward(values: ConfigValues, model_type: str, index: int) -> FeedForw
     experts = values.size_or_none("num_experts", "n_routed_experts", "num_local_experts")
     if experts is None or not _is_sparse(values, index):
         return DenseBlock(values.size("intermediate_size"), bias=values.flag("mlp_bias"))
-    width = values.size("moe_intermediate_size", "intermediate_size")
+    width = values.size("moe_intermediate_size", "intermediate_size", listed=True)
     kimi = model_type in ("kimi_k3", "kimi_linear")
     shared = values.size_or_none("n_shared_experts", "num_shared_experts", "num_shared_expert")
     shared_width = values.size_or_none("shared_expert_intermediate_size")

@@ -9,7 +9,6 @@ _BITS = {
     torch.bfloat16: torch.int16,
     torch.float16: torch.int16,
     torch.float32: torch.int32,
-    torch.float64: torch.int64,
 }
 _INFINITY_BITS = {
     dtype: int(torch.tensor(math.inf, dtype=dtype).view(bits).item())

@@ -3,6 +3,7 @@
 import operator
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -39,9 +40,10 @@ def open_dataset(
 ) -> "HiddenStatesDataset":
     """The samples that are committed at `uri` now, a directory or `file:///path`.
 
-    `run` keeps one run alone. `stream` states the stream kind that is expected (`residual`, ...).
-    `verify` compares the checksum of every sample that is read; sizes, identity and token digest
-    are compared always.
+    `run` keeps one run alone; one that has not begun is empty, to be followed by `refresh` and
+    `wait` (where other runs are there, a warning says so: the name may be wrong). `stream` states
+    the stream kind that is expected (`residual`, ...). `verify` compares the checksum of every
+    sample that is read; sizes, identity and token digest are compared always.
 
     Raises ForeignStore when there is no store, StreamMismatch when it holds another stream kind,
     UnknownVersion, CorruptLog, StoreError, Refused.
@@ -55,6 +57,11 @@ def open_dataset(
         )
     dataset = HiddenStatesDataset(reader, CommitOrder(run), verify=verify)
     dataset.refresh()
+    others = dataset.runs
+    if run is not None and others and run not in others:
+        warnings.warn(
+            f"{os.fspath(uri)} has no run {run!r} yet; it has {', '.join(others)}", stacklevel=2
+        )
     return dataset
 
 
@@ -86,6 +93,11 @@ class HiddenStatesDataset(Dataset[Sample]):
     def invariant(self) -> Invariant:
         """What holds for every sample: model, layers, stream, dtype, sizes."""
         return self._reader.invariant
+
+    @property
+    def runs(self) -> list[str]:
+        """The runs of which commits are known, whichever of them this dataset keeps."""
+        return self._order.runs
 
     @property
     def entries(self) -> list[CommitEntry]:
@@ -140,8 +152,12 @@ class HiddenStatesDataset(Dataset[Sample]):
         is still being written, ranks that open it at different moments see different orders: give
         all of them the one of rank 0, by `state_dict` and `load_state_dict`.
         """
+        if world_size < 1:
+            raise Refused(f"world_size {world_size}: give the number of ranks, 1 or more")
         if not 0 <= rank < world_size:
-            raise Refused(f"rank {rank} of {world_size} ranks: ranks count from 0")
+            raise Refused(
+                f"rank {rank} is none of {world_size}: ranks count from 0 to {world_size - 1}"
+            )
         if self.world_size != 1:
             raise Refused("this is a shard already: shard the whole dataset")
         return HiddenStatesDataset(

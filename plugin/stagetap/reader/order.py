@@ -85,6 +85,11 @@ class CommitOrder:
         known = self._by_id.get(sample_id, ())
         return [entry for entry in known if self.run_id in (None, entry.run_id)]
 
+    @property
+    def runs(self) -> list[str]:
+        """The runs of all known commits."""
+        return sorted({entry.run_id for each in self._commits.values() for entry in each})
+
     def is_deleted(self, entry: CommitEntry) -> bool:
         """Whether a deletion of this commit is known by now."""
         return _attempt(entry) in self._deleted

@@ -297,7 +297,10 @@ def file_root(uri: str | os.PathLike[str]) -> str:
     if scheme == "mooncake":
         raise Refused(f"{text}: this command works on directories alone: give one")
     if scheme != "file":
-        raise Refused(f"{text}: unknown store scheme {scheme!r}: give a directory or file:///path")
+        raise Refused(
+            f"{text}: unknown store scheme {scheme!r}: give a directory, "
+            "file:///path, or where a command takes it mooncake://MASTER:PORT/RUN"
+        )
     if not rest.startswith("/"):
         raise Refused(f"{text}: a file address needs an absolute path: file:///path")
     return os.path.abspath(rest)

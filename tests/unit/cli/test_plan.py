@@ -136,7 +136,10 @@ def test_the_partition_is_vllms(
         (["--layers", "2", "--partition", "9"], "must have 1 part that"),
         (["--layers", "2", "--partition", "1_0"], "partition '1_0'"),
         (["--layers", "2", "--max-len", 513], "--max-len 513 is above the 512 positions"),
+        (["--layers", "2", "--partition", "3,3"], "is for 2 stages and --pp is 1; say --pp 2"),
         (["--layers", "2", "--dtype", "int8"], "'int8'"),
+        (["--layers", "2", "--dtype", "float64"], "use one of bfloat16, float16, float32"),
+        (["--layers", "dflash:100000"], "dflash:100000: K is too large"),
         (["--layers", "2", "--kv-cache-dtype", "int3"], "int3"),
     ],
 )
@@ -172,3 +175,19 @@ def test_the_targets_plan(stagetap: Command, name: str, layers: str) -> None:
     done = stagetap("plan", folder, "--layers", layers, "--pp", 4, "--tp", 4, "--json")
     assert done.code == 0
     assert done.json["layer_ids"][-1] == done.json["num_hidden_layers"]
+
+
+def test_a_type_is_shown_within_its_line(stagetap: Command, target: Path) -> None:
+    hostile = {"model_type": "a\u202e\x1b[31m" + "b" * 100_000, "tie_word_embeddings": True}
+    (target / "config.json").write_text(json.dumps({**LLAMA, **hostile}))
+    done = stagetap("plan", target, "--layers", "2")
+    assert done.code == 0
+    assert len(done.stdout) < 5000
+    assert not {"\u202e", "\x1b"} & set(done.stdout)
+
+
+def test_the_file_of_a_draft_is_named(stagetap: Command, target: Path) -> None:
+    (target / "draft.json").write_text('{"eagle_aux_hidden_state_layer_ids": [2, 40]}')
+    done = stagetap("plan", target, "--layers", target / "draft.json")
+    assert done.code == 2
+    assert "draft.json names ids that do not fit: 40 is above 6" in done.stderr

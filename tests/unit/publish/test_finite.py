@@ -14,7 +14,6 @@ BITS = {
     torch.bfloat16: torch.int16,
     torch.float16: torch.int16,
     torch.float32: torch.int32,
-    torch.float64: torch.int64,
 }
 
 
