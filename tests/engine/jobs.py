@@ -302,7 +302,6 @@ def serve_files(folder: str, wrong: dict[str, str]) -> dict[str, Any]:
     """
     from stagetap.cli.doctor_config import Expectations, check_config
     from stagetap.engine.serve_file import read_serve_file
-    from stagetap.errors import Refused
 
     os.chdir(Path(folder).parents[1])  # their paths are those of the repository
     parsed = {}
@@ -320,8 +319,6 @@ def serve_files(folder: str, wrong: dict[str, str]) -> dict[str, Any]:
         file = Path(temporary, "serve.yaml")
         for name, text in wrong.items():
             file.write_text(f"model: .cache/models/smollm2\n{text}")
-            try:
-                list(check_config(file, Expectations()))
-            except Refused as error:
-                refused[name] = str(error)
+            (finding,) = check_config(file, Expectations())
+            refused[name] = finding.found if finding.cure else ""
     return {"parsed": parsed, "refused": refused}
