@@ -22,6 +22,10 @@ demo *args: setup
 demo-online *args: setup
     @'{{ bin }}/stagetap' demo-online {{ args }}
 
+# Capture SmolLM2 on two stages, train a draft on that, serve it; `--eagle3` for the other kind.
+demo-train *args: setup
+    @'{{ bin }}/stagetap' demo-train {{ args }}
+
 # All set-up, the linters and the CI tier of the tests.
 test *args: setup lint patch-lint
     @'{{ bin }}/python' -m pytest -m "not full and not gpu" {{ args }}

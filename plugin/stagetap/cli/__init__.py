@@ -13,6 +13,7 @@ from stagetap.cli import patch, store
 from stagetap.cli.capture import capture_command
 from stagetap.cli.demo import demo_command
 from stagetap.cli.demo_online import demo_online_command
+from stagetap.cli.demo_train import demo_train_command
 from stagetap.cli.doctor import doctor_command
 from stagetap.cli.equivalence import equivalence_command
 from stagetap.cli.inspect import inspect_command
@@ -46,6 +47,7 @@ app.command("plan")(plan_command)
 app.command("doctor")(doctor_command)
 app.command("demo")(demo_command)
 app.command("demo-online")(demo_online_command)
+app.command("demo-train")(demo_train_command)
 app.add_typer(patch.app, name="patch")
 app.add_typer(store.app, name="store")
 
