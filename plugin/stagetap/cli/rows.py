@@ -15,6 +15,7 @@ from stagetap.errors import Refused
 from stagetap.stores.mooncake_uri import is_mooncake
 
 if TYPE_CHECKING:
+    from stagetap.reader.dataset import HiddenStatesDataset
     from stagetap.training.rows import LearnFrom
 
 
@@ -54,16 +55,9 @@ def rows_command(
     require_speculators()
     choice = _learn_from(learn_from)
     with stdout_kept_clean() as stdout:
-        from stagetap import open_dataset
         from stagetap.training.rows import write_rows
 
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what it warns of is refused here
-            dataset = open_dataset(uri, run=run)
-        if run is not None and run not in dataset.runs:
-            there = ", ".join(dataset.runs) or "none"
-            raise Refused(f"{uri} has no run {run!r}; it has {there}")
-        report = write_rows(dataset, out, choice, min_loss_tokens)
+        report = write_rows(samples_of(uri, run), out, choice, min_loss_tokens)
         document = {"out": str(out), **asdict(report)}
         if as_json:
             print_json(document, stdout)
@@ -72,6 +66,19 @@ def rows_command(
             f"{out}: {report.rows} rows of {report.tokens} tokens, {report.loss_tokens} of them to "
             f"learn from; {report.too_few} samples left out for having fewer than {min_loss_tokens}"
         )
+
+
+def samples_of(uri: str, run: str | None) -> HiddenStatesDataset:
+    """The samples of a store, or of one of its runs. Raises Refused for a run that is not there."""
+    from stagetap import open_dataset
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what it warns of is refused here
+        dataset = open_dataset(uri, run=run)
+    if run is not None and run not in dataset.runs:
+        there = ", ".join(dataset.runs) or "none"
+        raise Refused(f"{uri} has no run {run!r}; it has {there}")
+    return dataset
 
 
 def _learn_from(text: str) -> LearnFrom:
