@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -32,6 +33,16 @@ def beside(other: dict[str, Any], first: bool = False, **options: Any) -> dict[s
         connectors.reverse()
     return transfer
 
+
+ENCODER: dict[str, Any] = {
+    "architectures": ["BertForMaskedLM"],
+    "model_type": "bert",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 6,
+    "vocab_size": 100,
+}
 
 # name -> what differs from a good configuration, and what the refusal must name.
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -76,6 +87,10 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "weight transfer": (
         {"engine": {"weight_transfer_config": {"backend": "nccl"}}},
         ["--weight-transfer-config"],
+    ),
+    "encoder": (
+        {"config": ENCODER, "engine": {"pipeline_parallel_size": 1}},
+        ["BertForMaskedLM generates no text", "decoder-only"],
     ),
     "pooling": ({"engine": {"runner": "pooling"}}, ["--runner generate"]),
     "data parallelism": ({"engine": {"data_parallel_size": 2}}, ["data_parallel_size"]),
@@ -127,11 +142,18 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 @pytest.fixture(scope="module")
-def found(checkpoint: Callable[..., str]) -> dict[str, str | None]:
+def found(
+    checkpoint: Callable[..., str], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str | None]:
     cases = []
     for changes, _ in CASES.values():
+        if (config := changes.get("config")) is None:
+            model = checkpoint(changes.get("family", "llama"))
+        else:
+            model = str(tmp_path_factory.mktemp("model"))
+            Path(model, "config.json").write_text(json.dumps(config))
         engine = {
-            "model": checkpoint(changes.get("family", "llama")),
+            "model": model,
             "enforce_eager": True,
             "skip_tokenizer_init": True,
             "pipeline_parallel_size": 2,

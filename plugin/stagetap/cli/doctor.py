@@ -18,9 +18,9 @@ import typer
 from stagetap.cli.arguments import EngineArgOption, JsonOption, TpOption, engine_arguments
 from stagetap.cli.output import activity, print_json, results, stdout_kept_clean, table
 from stagetap.errors import Refused, StageTapError
-from stagetap.findings import Finding
+from stagetap.findings import SEE_FOUND, Finding
 from stagetap.layer_choice import HELP
-from stagetap.wording import one_line
+from stagetap.wording import one_line, shortened
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 PLUGIN_GROUP = "vllm.general_plugins"
 PLUGIN_NAME = "stagetap"
-
-_SEE_FOUND = "as found says"
 
 
 def doctor_command(
@@ -118,12 +116,17 @@ def doctor_command(
     with stdout_kept_clean() as stdout, activity() as notify:
         checks = STATIC_CHECKS if static else CHECKS
         findings = [finding for check in checks for finding in check()]
-        if not static and all(finding.ok for finding in findings):
-            notify("loading vLLM")
-            findings += check_registered()
-        verdicts: list[Verdict] = []
+        loads = not static and all(finding.ok for finding in findings)
+        about_model: list[Finding] = []
         if model is not None:
-            findings += check_model(model, weights=pp is None)
+            unasked = None if loads else "--static" if static else "vLLM was not loaded"
+            about_model += check_model(model, weights=pp is None, unasked=unasked)
+        if loads:
+            notify("loading vLLM")
+            readable = model is not None and not any(each.check == "model" for each in about_model)
+            findings += check_registered(model if readable else None)
+        findings += about_model
+        verdicts: list[Verdict] = []
         if config is not None:
             findings += check_config(config, expectations)
         if model is not None and pp is not None and all(finding.ok for finding in findings):
@@ -201,7 +204,7 @@ def check_vllm() -> Iterator[Finding]:
         yield Finding("vllm", f"{package.version} at {package.path}")
         found = patchstack.status()
     except StageTapError as error:
-        yield Finding("vllm", one_line(error), f"{_SEE_FOUND}; ./justw setup makes an environment")
+        yield Finding("vllm", one_line(error), f"{SEE_FOUND}; ./justw setup makes an environment")
         return
     state = f"{found.state}, {len(found.series.patches)} patches, {found.series.digest}"
     if found.foreign is not None:
@@ -255,8 +258,13 @@ def check_environment() -> Iterator[Finding]:
         yield Finding("cpu threads", f"{cores} cores")
 
 
-def check_model(name: str, weights: bool = True) -> Iterator[Finding]:
-    """A checkpoint, without loading it; ``weights``: whether config.json alone is too little."""
+def check_model(name: str, weights: bool = True, unasked: str | None = None) -> Iterator[Finding]:
+    """A checkpoint, without loading it.
+
+    Args:
+        weights: whether config.json alone is too little.
+        unasked: why vLLM is not asked about the architecture; None where it is.
+    """
     from stagetap.cli.model_facts import find_config, model_facts
     from stagetap.config_file import read_config_file
     from stagetap.config_values import ConfigValues
@@ -273,12 +281,15 @@ def check_model(name: str, weights: bool = True) -> Iterator[Finding]:
         model_facts(model)  # for what it refuses
         architectures = values.texts("architectures")
     except StageTapError as error:
-        yield Finding("model", one_line(error), _SEE_FOUND)
+        yield Finding("model", one_line(error), SEE_FOUND)
         return
     if weights or any(file.parent.glob("*.safetensors")):
         yield _check_weights(file.parent)
-    named = architectures[0] if architectures else "none named"
-    yield Finding("architecture", named, None if architectures else "name it in config.json")
+    if not architectures:
+        yield Finding("architecture", "none named", "name it in config.json")
+        return
+    aside = "" if unasked is None else f", not looked up in vLLM: {unasked}"
+    yield Finding("architecture", f"{shortened(architectures[0])}{aside}")
 
 
 def _check_weights(folder: Path) -> Finding:
@@ -290,7 +301,7 @@ def _check_weights(folder: Path) -> Finding:
         return Finding(
             "weights",
             one_line(error),
-            f"{_SEE_FOUND}; --pp N checks the configuration alone, with random weights",
+            f"{SEE_FOUND}; --pp N checks the configuration alone, with random weights",
         )
 
 
@@ -306,7 +317,7 @@ def check_capture(
             resolve_model(model), layers=layers, pp=pp, tp=tp, engine_args=engine_args
         )
     except StageTapError as error:
-        return Finding("self-check", one_line(error), _SEE_FOUND), []
+        return Finding("self-check", one_line(error), SEE_FOUND), []
     own = sum(verdict.by_own_code for verdict in verdicts)
     others = len(verdicts) - own
     held = [f"{own} against the model's own tap code"] if own else []
@@ -314,12 +325,14 @@ def check_capture(
     return Finding("self-check", f"taps proven on {pp} stages: {', '.join(held)}"), verdicts
 
 
-def check_registered() -> Iterator[Finding]:
-    """What a vLLM that was loaded in a child process knows of StageTap."""
+def check_registered(model: str | None = None) -> Iterator[Finding]:
+    """What a vLLM that was loaded in a child process knows of StageTap, and of ``model``."""
     from stagetap.engine.environment import engine_environment
+    from stagetap.models import resolve_model
 
+    asked = [] if model is None else [resolve_model(model)]
     child = subprocess.run(
-        [sys.executable, "-m", "stagetap.engine.registered"],
+        [sys.executable, "-m", "stagetap.engine.registered", *asked],
         env={**os.environ, **engine_environment(1, 1)},
         capture_output=True,
         text=True,

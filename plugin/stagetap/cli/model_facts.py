@@ -19,6 +19,7 @@ from stagetap.config_values import (
 )
 from stagetap.errors import Refused
 from stagetap.manifest import DTYPE_ITEMSIZE
+from stagetap.plan.defaults import completed
 from stagetap.wording import shortened
 
 
@@ -64,7 +65,9 @@ def model_facts(model: str) -> ModelFacts:
     return ModelFacts(
         num_hidden_layers=size("num_hidden_layers", MAX_LAYERS),
         hidden_size=size("hidden_size"),
-        vocab_size=size("vocab_size"),
+        # Gemma 3 leaves it to its class.
+        vocab_size=size("vocab_size")
+        or completed(document, where).decoder.optional_size("vocab_size"),
         max_len=None if positions_are_scaled(values) else size("max_position_embeddings"),
         dtype=said_dtype(values, outer),
     )

@@ -111,6 +111,21 @@ def _resolve_layers(config: VllmConfig, num_hidden_layers: int) -> None:
         extra["layers"] = list(choose_layers(extra["layers"], num_hidden_layers))
 
 
+def _check_runner(config: VllmConfig) -> None:
+    model = config.model_config
+    if model.runner_type == "generate":
+        return
+    if not model.registry.is_text_generation_model(model.architectures, model):
+        raise Refused(
+            f"{_released_architecture(config)} generates no text: it is an encoder or an embedding "
+            "model; capture takes decoder-only models"
+        )
+    raise Refused(
+        f"a {model.runner_type} engine has no prompts to capture; say --runner generate, or leave "
+        "the argument out"
+    )
+
+
 def _check_engine(config: VllmConfig) -> None:
     parallel = config.parallel_config
     _check_connectors(config)
@@ -119,11 +134,7 @@ def _check_engine(config: VllmConfig) -> None:
             "capture needs vLLM's Model Runner V2; set VLLM_USE_V2_MODEL_RUNNER=1 "
             "(on CPU TRITON_INTERPRET=1 as well)"
         )
-    if config.model_config.runner_type != "generate":
-        raise Refused(
-            f"a {config.model_config.runner_type} engine has no prompts to capture; "
-            "use --runner generate"
-        )
+    _check_runner(config)
     if config.model_config.is_encoder_decoder:
         raise Refused(
             f"{_released_architecture(config)} has an encoder and a decoder, and its prompt runs "

@@ -1,4 +1,4 @@
-"""What a vLLM that has loaded its plugins knows of StageTap.
+"""What a vLLM that has loaded its plugins knows of StageTap, and of the models that are named.
 
 ``stagetap doctor`` runs this module as a child, in the environment of an engine: loading vLLM
 takes a while, may fail in native code, and reads variables that a running process has settled.
@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from importlib import import_module
 
 from stagetap.engine.configure import ASYNC_SCHEDULER, SCHEDULER, WORKERS
 from stagetap.engine.environment import is_cpu_build
+from stagetap.engine.vllm_errors import said_by_vllm
 from stagetap.findings import Finding
 from stagetap.options import CONNECTOR_NAME
+from stagetap.wording import shortened
 
 FLAGS = ("--stagetap-layers", "--stagetap-store", "--stagetap-options")
+RUNS = "model in vllm"
 
 
 def main() -> None:
@@ -25,7 +28,7 @@ def main() -> None:
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
-    findings = [*_connector(), *_stand_ins(), *_flags()]
+    findings = [*_connector(), *_stand_ins(), *_flags(), *_runs(sys.argv[1:])]
     print(json.dumps([asdict(each) for each in findings]))
 
 
@@ -78,6 +81,25 @@ def _flags() -> Iterator[Finding]:
         f"{', '.join(FLAGS)}: {where}" if not missing else f"vllm serve lacks {missing[0]}",
         "this vLLM is not patched, or VLLM_PLUGINS leaves stagetap out" if missing else None,
     )
+
+
+def _runs(models: Sequence[str]) -> Iterator[Finding]:
+    """Whether vLLM has a class for the architecture of each model, one that generates text."""
+    from vllm import EngineArgs
+
+    for model in models:
+        try:
+            found = EngineArgs(model=model, skip_tokenizer_init=True).create_model_config()
+            generates = found.registry.is_text_generation_model(found.architectures, found)
+        except (OSError, TypeError, ValueError) as error:
+            yield Finding(RUNS, said_by_vllm(error), "give a model that this vLLM runs")
+            continue
+        name = shortened(found.architecture)
+        yield Finding(
+            RUNS,
+            f"{name} generates text" if generates else f"{name} is an encoder or embedding model",
+            None if generates else "capture takes decoder-only models: give one",
+        )
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from stagetap.engine.environment import READ_AT_IMPORT, engine_environment, is_c
 from stagetap.engine.refusal import StartRefused
 from stagetap.engine.report import EngineReport, engine_report
 from stagetap.engine.series import check_series
+from stagetap.engine.vllm_errors import said_by_vllm
 from stagetap.errors import Refused, StageTapError
 from stagetap.options import PARAMS_KEY
 from stagetap.wording import one_line
@@ -258,13 +259,9 @@ def _start(
 
 def _start_failure(error: Exception, cause: str | None) -> StageTapError:
     """What vLLM itself says against its arguments, in one line, or that it failed at its start."""
-    details = getattr(error, "errors", None)  # of pydantic, whose message is several lines
-    if callable(details) and (found := details()):
-        reason = str(found[0]["msg"]).removeprefix("Value error, ")
-        return Refused(f"vLLM refuses these arguments: {reason}")
-    if isinstance(error, (TypeError, ValueError)):
+    if isinstance(error, (TypeError, ValueError)):  # pydantic's are ValueErrors
         logged = f" ({cause})" if cause else ""
-        return Refused(f"vLLM refuses these arguments: {one_line(error)}{logged}")
+        return Refused(f"vLLM refuses these arguments: {said_by_vllm(error)}{logged}")
     return StageTapError(
         f"vLLM did not start: {cause or one_line(error)}; its own log is above, "
         "VLLM_LOGGING_LEVEL=INFO says more"

@@ -137,6 +137,13 @@ def test_a_checkpoint_without_a_configuration(tmp_path: Path) -> None:
     assert model_facts("some-org/never-downloaded") == ModelFacts()
 
 
+def test_a_vocabulary_that_is_left_to_its_class(tmp_path: Path) -> None:
+    text = {"model_type": "gemma3_text", "num_hidden_layers": 34}
+    config = {"model_type": "gemma3", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert model_facts(str(tmp_path)).vocab_size == 262208
+
+
 # The disk -----------------------------------------------------------------------------------
 
 
@@ -284,7 +291,7 @@ def test_doctor_names_what_is_wrong(
     assert done.code == 1
     checks = {each["check"]: each for each in done.json["checks"]}
     assert checks["python"]["ok"]
-    assert checks["architecture"]["found"] == "LlamaForCausalLM"
+    assert checks["architecture"]["found"] == ("LlamaForCausalLM, not looked up in vLLM: --static")
     assert checks["VLLM_USE_V2_MODEL_RUNNER"]["cure"] == "unset VLLM_USE_V2_MODEL_RUNNER"
     assert not checks["plugin"]["ok"]
     table = stagetap("doctor", "--static")
