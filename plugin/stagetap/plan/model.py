@@ -110,6 +110,9 @@ _READ_PARTS = frozenset(
 
 _GATED_WITHOUT_SILU = {"gemma", "gemma2", "gemma3", "gemma3_text", "vaultgemma"}
 
+_BIASES = ("use_bias", "bias", "use_qkv_bias", "add_bias_linear")
+"""Keys of models that were not read, under which their linear layers have biases."""
+
 _ENDS = frozenset({"embedding", "head", "norm"})
 _ENDS_EVERYWHERE = {
     **dict.fromkeys(
@@ -271,6 +274,11 @@ def _read(found: Completed, dtype: str | None) -> Model:
             f"model type {shown(model_type or 'unnamed')} was read by the keys that other models "
             "use"
         )
+        remarks += [
+            f"{key}: biases are not counted, weights are a lower bound"
+            for key in _BIASES
+            if values.has(key)
+        ]
     if found.taken:
         sizes = ", ".join(f"{name} {value}" for name, value in found.taken.items())
         remarks.append(f"config.json leaves to its model type's defaults: {sizes}")

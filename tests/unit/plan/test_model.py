@@ -144,6 +144,8 @@ def test_what_is_guessed_is_said() -> None:
     unknown = read_model({**LLAMA, **novel, "sliding_window": 16})
     assert "'novel' was read by the keys" in unknown.remarks[0]
     assert "counted as full attention" in unknown.remarks[1]
+    biased = read_model({**LLAMA, **novel, "use_bias": True})
+    assert "use_bias: biases are not counted, weights are a lower bound" in biased.remarks
     assert "towers" in read_model(target("kimi-k3")).remarks[0]
     assert "MTP" in read_model(target("deepseek-v3")).remarks[0]
     assert "bfloat16" in read_model({**LLAMA, "dtype": "float32"}).remarks[0]
