@@ -125,8 +125,8 @@ def choose_layers(choice: Any, num_hidden_layers: int | None) -> tuple[int, ...]
     check_choice(choice)
     if num_hidden_layers is None:
         raise Refused(
-            f"layers: {shown(choice)} needs the model's number of layers, and its config.json is "
-            "not on this machine; download the model, or write the ids"
+            f"layers: {shown(choice)} needs the model's number of layers, and no config.json on "
+            "this machine says its num_hidden_layers; download the model, or write the ids"
         )
     return _resolve(choice.strip(), num_hidden_layers)
 
