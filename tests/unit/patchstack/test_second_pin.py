@@ -34,6 +34,10 @@ MOVED = {
     "0012-kv-cache-hidden-state-layers-share-blocks.patch": {"vllm/v1/core/kv_cache_utils.py": 1}
 }
 """The function went to another file, and the same change with it."""
+IMPORTED = {
+    "0013-kv-cache-hidden-states-change-no-prefill-step.patch": [b"+    HiddenStateCacheSpec,"]
+}
+"""What a patch has to import in the second release, and finds imported in the first."""
 _MARKED = re.compile(rb"^<<<<<<< .*\n((?:.*\n)*?)=======\n((?:.*\n)*?)>>>>>>> .*\n", re.MULTILINE)
 
 
@@ -75,6 +79,8 @@ def test_the_second_series_is_the_first_one_carried_over(tmp_path: Path, second:
         if one.patch in MOVED:
             (written,) = (each for each in first.patches if each.name == one.patch)
             assert _lines(theirs) == _lines(written)
+        elif one.patch in IMPORTED:
+            assert _lines(theirs) == IMPORTED[one.patch] + _lines(ours)
         elif one.patch not in CONFLICTS:
             assert _changes(ours) == _changes(theirs)
     # Both sides of the marked lines, one after the other, are what the shipped series has.
