@@ -76,7 +76,8 @@ def lay_out(
     # vLLM orders cache layers by the integer in their name: stay above the decoder's own.
     first = vllm_config.model_config.get_total_num_hidden_layers()
     stage: int = group.rank_in_group
-    groups = groups_with_taps(vllm_config, stages, max(rows := [each.row for each in stages]))
+    rows = [each.row for each in stages]
+    groups = groups_with_taps(vllm_config, stages, max(rows))
     if groups is None:
         taps, _, width = cache.buffer.shape
         cache.stripes = (TapStripe(vllm_config, taps, width, f"{TAPS}.{first + stage}"),)
