@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import pytest
 
 from mooncake_here import require_mooncake
+from mooncake_run import Clients, Run
 from stagetap.stores.mooncake_client import MooncakeClient, Role, open_client
 from stagetap.stores.mooncake_processes import Master
 from stagetap.stores.mooncake_uri import parse_uri
@@ -78,3 +79,17 @@ def connect() -> Iterator[OpenClient]:
             return client
 
         yield connect
+
+
+@pytest.fixture
+def clients(writer: MooncakeClient, reader: MooncakeClient) -> Clients:
+    """What runs share."""
+    return writer, reader
+
+
+@pytest.fixture
+def run(master: Master, clients: Clients) -> Iterator[Run]:
+    """A run of its own."""
+    run = Run(master, clients)
+    yield run
+    run.engine.close()

@@ -6,18 +6,9 @@ import json
 import subprocess
 import sys
 
-import pytest
-
 import stagetap
 from mooncake_run import Clients, Run
-from stagetap.stores.mooncake_client import MooncakeClient
 from stagetap.stores.mooncake_processes import Master
-
-
-@pytest.fixture
-def clients(writer: MooncakeClient, reader: MooncakeClient) -> Clients:
-    """What runs share."""
-    return writer, reader
 
 
 def inspect(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -31,19 +31,6 @@ from stagetap.stores.mooncake_client import MooncakeClient
 from stagetap.stores.mooncake_processes import Master
 from stagetap.stores.mooncake_reader import MooncakeStoreReader
 from store_samples import Engine, drain, job, states, tapped, token_ids
-
-
-@pytest.fixture
-def clients(writer: MooncakeClient, reader: MooncakeClient) -> Clients:
-    """What runs share."""
-    return writer, reader
-
-
-@pytest.fixture
-def run(master: Master, clients: Clients) -> Iterator[Run]:
-    run = Run(master, clients)
-    yield run
-    run.engine.close()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

@@ -3,31 +3,14 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import torch
 
-from mooncake_run import Clients, Run
-from stagetap.stores.mooncake_client import MooncakeClient
-from stagetap.stores.mooncake_processes import Master
+from mooncake_run import Run
 from stagetap.training.rows import write_rows
 from stagetap.training.transfer import Source, StageTapTransfer
 from store_samples import states
-
-
-@pytest.fixture
-def clients(writer: MooncakeClient, reader: MooncakeClient) -> Clients:
-    """What runs share."""
-    return writer, reader
-
-
-@pytest.fixture
-def run(master: Master, clients: Clients) -> Iterator[Run]:
-    run = Run(master, clients)
-    yield run
-    run.engine.close()
 
 
 def test_rows_find_their_samples(run: Run, tmp_path: Path) -> None:
