@@ -18,12 +18,17 @@ MASTERS_ANSWER = bytes([0x15, 0, 11, 0]) + bytes(12)
 
 @contextmanager
 def listening(serve: Callable[[socket.socket], None]) -> Iterator[str]:
-    """A server that does this with the first connection; its address."""
+    """A server that does this with the first connection once it was asked; its address.
+
+    The question is read first, as a server does: closing a connection with something unread in it
+    resets it, and what was sent before may be lost with it.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def accept() -> None:
             connection, _ = server.accept()
             with connection, suppress(OSError):  # Who asked may have gone.
+                connection.recv(100)
                 serve(connection)
 
         thread = threading.Thread(target=accept, daemon=True)
@@ -81,11 +86,7 @@ def test_one_that_drips_does_not_stretch_the_bound() -> None:
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", b"\x15\x00"])
 def test_another_server(answer: bytes) -> None:
-    def serve(connection: socket.socket) -> None:
-        connection.recv(100)
-        connection.sendall(answer)
-
-    with listening(serve) as address:
+    with listening(lambda connection: connection.sendall(answer)) as address:
         assert "no Mooncake master" in refused(address)
 
 
