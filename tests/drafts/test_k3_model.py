@@ -13,6 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from drafts.tiny_k3 import PUBLISHED, TINY, draft, draft_config, write_target
 from stagetap.drafts.k3_dspark import K3DSparkConfig, K3DSparkModel, K3DSparkSpeculatorConfig
+from stagetap.layer_choice import spread
+
+RECIPE_DRAFT = Path(__file__).parents[2] / "configs/drafts/kimi_k3_dspark_mla.json"
 
 LAYER = {
     "input_layernorm": (7168,),
@@ -61,6 +64,27 @@ def test_the_published_tensors() -> None:
     sizes = {name: tensor.numel() for name, tensor in stored(model).items()}
     assert sum(sizes.values()) == 3_562_312_961
     assert sum(sizes.values()) - sizes["embed_tokens.weight"] == 2_387_907_841
+
+
+def test_the_recipes_draft_is_the_published_one_with_a_norm_for_each_tap(tmp_path: Path) -> None:
+    document = json.loads(RECIPE_DRAFT.read_text("utf-8"))
+    assert {name: document[name] for name in PUBLISHED if name != "target_layer_ids"} == {
+        name: value for name, value in PUBLISHED.items() if name != "target_layer_ids"
+    }
+    config = K3DSparkConfig.from_pretrained(RECIPE_DRAFT)
+    # Where `dspark:5` of 93 layers taps, each one less: a draft counts layers from 0.
+    assert config.tap_ids == list(spread(93, 5)) == [2, 24, 47, 69, 91]
+    assert config.stream == "attn_res_mixture"
+    with torch.device("meta"):
+        config._attn_implementation = "sdpa"
+        model = K3DSparkModel(K3DSparkSpeculatorConfig.of_draft(config))
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored(model).items()}
+    assert shapes == TENSORS | {f"fc_norm.{tap}.weight": (7168,) for tap in range(5)}
+    assert sum(tensor.numel() for tensor in stored(model).values()) == 3_562_312_961 + 5 * 7168
+    for source in (RECIPE_DRAFT, tmp_path):
+        K3DSparkConfig.from_pretrained(source).save_pretrained(tmp_path)
+        written = json.loads((tmp_path / "config.json").read_text("utf-8"))
+        assert {name: written[name] for name in document} == document
 
 
 def test_a_norm_for_each_tap_is_all_that_fc_norm_adds() -> None:
