@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from speculators import SpeculatorsConfig, VerifierConfig
 from speculators.models.dspark import DSparkSpeculatorConfig
 from speculators.models.eagle3 import Eagle3SpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
+from speculators.train.recovery import SampleUnavailable
 from transformers import LlamaConfig, Qwen3Config
 
 from drafts.tiny_k3 import draft, draft_config, write_target
@@ -22,6 +24,8 @@ from stagetap.stores.base import Invariant
 from stagetap.training.backend import StageTapBackend
 from stagetap.training.reads import DraftReads, check_dataset, draft_reads
 from stagetap.training.rows import write_rows
+from stagetap.training.summary import taken_lines
+from store_samples import states
 from training.conftest import Export
 from training.test_transfer import rows_of
 
@@ -42,7 +46,10 @@ def arguments(target: Path, **changes: Any) -> argparse.Namespace:
         "stagetap_verify": "checksums",
         "stagetap_wait_s": 0.0,
         "stagetap_target": "same",
+        "stagetap_min_loss_tokens": 0,
+        "stagetap_after_read": "keep",
         "stagetap_metrics": None,
+        "epochs": 1,
     }
     return argparse.Namespace(**(given | changes))
 
@@ -192,6 +199,41 @@ def test_rows_without_a_sample(
     else:
         with pytest.raises(SampleNotFound, match=r"row 1 of .* after 0.1 s"):
             transfer.get_cached(1)
+
+
+def test_short_rows_are_left_out_and_counted(
+    store: Path, export: Export, target: Path, tmp_path: Path
+) -> None:
+    """Their samples need not be there, whatever is said of rows without one."""
+    export("a", 15, 0)
+    rows = rows_of(tmp_path / "rows", (13, 9), (15, 0), (3, 8))
+    args = arguments(target, stagetap_store=str(store), stagetap_min_loss_tokens=14)
+    transfer = StageTapBackend.from_train_args(args, rows)
+    assert taken_lines() == [
+        f"2 of 3 rows of {rows} left out for having fewer than 14 tokens to learn from"
+    ]
+    assert isinstance(transfer.get_cached(0), SampleUnavailable)
+    assert transfer.get_cached(1)["token_ids"].shape == (15,)
+    args.stagetap_min_loss_tokens = 16
+    with pytest.raises(Refused, match=r"3 of 3 rows .* nothing is left to train on"):
+        StageTapBackend.from_train_args(args, rows)
+    assert not taken_lines()
+
+
+def test_what_was_read_leaves_the_store(
+    store: Path, export: Export, target: Path, tmp_path: Path
+) -> None:
+    export("a", 7, 0)
+    export("b", 7, 1)
+    rows = rows_of(tmp_path / "rows", (7, 0), (7, 1))
+    args = arguments(target, stagetap_store=str(store), stagetap_after_read="remove", epochs=2)
+    with pytest.raises(Refused, match=r"remove and --epochs 2: .* give --epochs 1"):
+        StageTapBackend.from_train_args(args, rows)
+    args.epochs = 1
+    found = StageTapBackend.from_train_args(args, rows).get_cached(1)
+    assert found["hidden_states"].shape == (7, 3, 16)
+    assert torch.equal(found["hidden_states"][:, 2], states(6, 7, 1).bfloat16())
+    assert open_dataset(store).sample_ids == ["a"]
 
 
 def test_speculators_launcher_is_told_where_to_go() -> None:

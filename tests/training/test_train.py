@@ -32,10 +32,12 @@ def test_two_steps_from_a_file_store(store: Path, rows: Path, target: Path, tmp_
         *("--verifier-name-or-path", target, "--data-path", rows, "--train-data-ratio", "0.75"),
         *("--hidden-states-backend", "stagetap", "--stagetap-store", store),
         *("--stagetap-verify", "checksums", "--max-steps", "2", "--epochs", "1"),
+        *("--stagetap-min-loss-tokens", "10"),
         *("--save-path", tmp_path / "draft", "--stagetap-metrics", tmp_path / "metrics"),
         cwd=tmp_path,
     )
     assert ended.returncode == 0, ended.stderr[-4000:]
+    assert ended.stdout.splitlines()[-1].startswith("0 of 4 rows of ")
     with safe_open(tmp_path / "draft/0/model.safetensors", "pt") as file:
         assert file.get_slice("fc.weight").get_shape() == [16, 2 * 16]
     state = json.loads((tmp_path / "draft/0/training_state.json").read_text())

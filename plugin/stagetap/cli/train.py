@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from stagetap.cli.output import results
 from stagetap.errors import Refused
 
 _BACKEND, _STORE = "--hidden-states-backend", "--stagetap-store"
@@ -22,9 +23,14 @@ def train_command(context: typer.Context) -> None:
     from speculators.cli import app
 
     from stagetap.training.cpu import use_cpu_without_accelerator
+    from stagetap.training.summary import taken_lines
 
     use_cpu_without_accelerator()
-    app(["train", *context.args], prog_name="stagetap")
+    try:
+        app(["train", *context.args], prog_name="stagetap")
+    finally:
+        for line in taken_lines():
+            results().print(line)
 
 
 def _check_backend(arguments: list[str]) -> None:

@@ -13,6 +13,7 @@ from stagetap.errors import Refused
 from stagetap.taps import STREAM_MIXTURE, STREAM_PREFIX_SUM, STREAM_RESIDUAL
 from stagetap.training.metrics_file import write_metrics_to
 from stagetap.training.reads import check_dataset, check_target, draft_reads
+from stagetap.training.summary import say_at_the_end
 from stagetap.training.transfer import Source, StageTapTransfer
 from stagetap.wording import counted
 
@@ -59,6 +60,19 @@ class StageTapBackend(HiddenStatesBackend):
             help="Whether the verifier's folder must be the very checkpoint that was captured.",
         )
         parser.add_argument(
+            "--stagetap-min-loss-tokens",
+            type=int,
+            default=0,
+            help="Leave out rows with fewer tokens to learn from, and count them. Default: none.",
+        )
+        parser.add_argument(
+            "--stagetap-after-read",
+            default="keep",
+            choices=("keep", "remove"),
+            help="Whether a sample leaves the store once it was read: for one epoch of training "
+            "on what is captured meanwhile.",
+        )
+        parser.add_argument(
             "--stagetap-metrics",
             default=None,
             help="A file to which every step's loss and metrics are appended, as lines of JSON.",
@@ -83,6 +97,12 @@ class StageTapBackend(HiddenStatesBackend):
             )
         from speculators.train.distributed import get_rank
 
+        remove = args.stagetap_after_read == "remove"
+        if remove and args.epochs != 1:
+            raise Refused(
+                f"--stagetap-after-read remove and --epochs {args.epochs}: a second epoch would "
+                "find nothing: give --epochs 1, or keep the samples"
+            )
         reads = draft_reads(args)
         source = Source(
             uri=args.stagetap_store,
@@ -96,18 +116,44 @@ class StageTapBackend(HiddenStatesBackend):
         if args.stagetap_target == "same":
             check_target(source.uri, stored, args.verifier_name_or_path)
         transfer = StageTapTransfer(
-            source, data_path, reads.columns, may_miss=args.on_missing in ("skip", "warn")
+            source,
+            data_path,
+            reads.columns,
+            may_miss=args.on_missing in ("skip", "warn"),
+            min_loss_tokens=args.stagetap_min_loss_tokens,
+            remove=remove,
         )
+        short = _leave_out_short_rows(transfer, data_path, args.stagetap_min_loss_tokens)
         _check_rows(transfer, source, data_path)
-        # Behind speculators' own set-up of logging, which would drop it.
-        if args.stagetap_metrics is not None and get_rank() == 0:
-            write_metrics_to(Path(args.stagetap_metrics))
+        if get_rank() == 0:
+            if short is not None:
+                say_at_the_end(short)
+            # Behind speculators' own set-up of logging, which would drop it.
+            if args.stagetap_metrics is not None:
+                write_metrics_to(Path(args.stagetap_metrics))
         return transfer
 
     @staticmethod
     def build_kv_transfer_config(args: argparse.Namespace) -> dict[str, Any]:
         """Raises Refused: speculators' launcher cannot start an engine that StageTap patches."""
         raise Refused("start the engine with stagetap serve or stagetap capture")
+
+
+def _leave_out_short_rows(
+    transfer: StageTapTransfer, data_path: str, min_loss_tokens: int
+) -> str | None:
+    """How many rows are left out for being short; None where that was not asked for."""
+    if not min_loss_tokens:
+        return None
+    short = transfer.short_rows()
+    found = (
+        f"{short} of {counted(transfer.row_count, 'row')} of {data_path} left out for having fewer "
+        f"than {min_loss_tokens} tokens to learn from"
+    )
+    if short == transfer.row_count:
+        raise Refused(f"{found}: nothing is left to train on; give a lower number, or longer rows")
+    logger.info(found)
+    return found
 
 
 def _check_rows(transfer: StageTapTransfer, source: Source, data_path: str) -> None:

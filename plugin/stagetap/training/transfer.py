@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from hs_connectors import HiddenStatesTransfer
+from speculators.train.recovery import SampleUnavailable
 
 from stagetap.errors import AmbiguousSample, Refused, SampleNotFound
 from stagetap.manifest import token_digest
@@ -53,35 +55,49 @@ class StageTapTransfer(HiddenStatesTransfer):
     """
 
     def __init__(
-        self, source: Source, data_path: str, columns: tuple[int, ...], may_miss: bool
+        self,
+        source: Source,
+        data_path: str,
+        columns: tuple[int, ...],
+        may_miss: bool,
+        min_loss_tokens: int = 0,
+        remove: bool = False,
     ) -> None:
         """
         Args:
             data_path: the folder of rows.
             columns: the draft's taps in its order, and the last tap behind them.
             may_miss: whether a row without a sample is None, and not an error.
+            min_loss_tokens: rows with fewer tokens to learn from are left out.
+            remove: whether a sample is removed from the store once it was read.
         """
         self._source = source
         self.may_miss = may_miss
         self._data_path = data_path
         self._columns = columns
+        self._min_loss_tokens = min_loss_tokens
+        self._remove = remove
         self._index = TokenIndex()
         self._dataset: HiddenStatesDataset | None = None
         self._rows: Any = None
 
-    def get_cached(self, file_idx: int) -> dict[str, torch.Tensor] | None:
+    def get_cached(self, file_idx: int) -> dict[str, torch.Tensor] | SampleUnavailable | None:
         """The states of one row of the training data, or None when it has no sample.
 
         Returns:
             ``hidden_states`` [T, L + 1, H] in the target's dtype, the columns being the draft's
-            taps and the last one; ``token_ids`` int64 [T].
+            taps and the last one; ``token_ids`` int64 [T]. SampleUnavailable, which speculators
+            passes over, for a row with too few tokens to learn from: its sample is not awaited.
 
         Raises:
             Refused: several runs hold the sample.
             SampleNotFound: there is none, and there has to be one.
             StageTapError: there is a sample, and it is not whole.
         """
-        sample = self._find(token_digest(self._tokens(file_idx)))
+        row = self._open_rows()[file_idx]
+        if self._is_short(row):
+            return SampleUnavailable(reason=f"row {file_idx} has too few tokens to learn from")
+        sample = self._find(token_digest(row["input_ids"]))
         if sample is None:
             if self.may_miss:
                 return None
@@ -90,6 +106,8 @@ class StageTapTransfer(HiddenStatesTransfer):
                 f"{self._waited}: capture it, or leave it out with --on-missing skip or warn"
             )
         states = torch.stack([sample.layer(column) for column in self._columns], dim=1)
+        if self._remove:
+            self._open().delete(sample.sample_id)
         return {"hidden_states": states, "token_ids": sample.input_ids}
 
     def get_generated(self, hs_transfer_params: dict[str, Any]) -> dict[str, torch.Tensor] | None:
@@ -97,13 +115,19 @@ class StageTapTransfer(HiddenStatesTransfer):
         raise Refused("StageTap's samples are captured, not made by requests of the trainer")
 
     def rows_without_sample(self) -> list[int]:
-        """Positions of rows that have no sample now."""
+        """Positions of rows that have no sample now, without those that are left out anyway."""
         self._index.learn(self._open())
         return [
             position
-            for position in range(len(self._open_rows()))
-            if self._index.find(token_digest(self._tokens(position))) is None
+            for position, row in enumerate(self._open_rows())
+            if not self._is_short(row) and self._index.find(token_digest(row["input_ids"])) is None
         ]
+
+    def short_rows(self) -> int:
+        """How many rows are left out for having too few tokens to learn from."""
+        if not self._min_loss_tokens:
+            return 0
+        return sum(self._is_short(row) for row in self._open_rows())
 
     @property
     def row_count(self) -> int:
@@ -147,8 +171,8 @@ class StageTapTransfer(HiddenStatesTransfer):
             self._rows = load_from_disk(self._data_path).with_format("numpy")
         return self._rows
 
-    def _tokens(self, position: int) -> Any:
-        return self._open_rows()[position]["input_ids"]
+    def _is_short(self, row: Mapping[str, Any]) -> bool:
+        return int(row["loss_mask"].sum()) < self._min_loss_tokens
 
     def __getstate__(self) -> dict[str, Any]:
         # A connection is of one process; the index is worth sending.
