@@ -35,6 +35,7 @@ def main(spec_file: str, result_file: str) -> None:
 
     engine = LLM(
         model=spec["model"],
+        dtype=spec["dtype"],
         max_model_len=spec["max_len"],
         max_num_seqs=min(len(spec["prompts"]), MAX_SEQUENCES),
         speculative_config=spec["speculative_config"],
