@@ -224,9 +224,8 @@ def _deep_enough(choice: str, aux: tuple[int, ...], num_hidden_layers: int) -> t
     ids = (*aux, num_hidden_layers)
     if list(ids) != sorted(set(ids)) or ids[0] < 0:
         raise Refused(
-            f"layers: {choice} would tap {shown(list(ids))} of {num_hidden_layers} layers, which "
-            f"are no {len(ids)} different ones in order; the model is too shallow for it, write "
-            "the ids"
+            f"layers: {choice} would tap {shown(list(ids))} of {num_hidden_layers} layers, some "
+            "twice, out of order or below 0: the model is too shallow for it; write the ids"
         )
     return ids
 
@@ -236,6 +235,11 @@ def _count(name: str, text: str) -> int:
         raise Refused(
             f"layers: {name}:{shortened(text)}: K is too large, no target has so many layers; "
             f"write how many the draft reads, such as {name}:5"
+        )
+    if re.match(r"[1-9][0-9]{0,3},", text):
+        raise Refused(
+            f"layers: {name}:{shortened(text)}: {name}:K stands alone and has the last layer "
+            "already; write the ids to choose others"
         )
     if not re.fullmatch(r"[1-9][0-9]{0,3}", text):
         raise Refused(

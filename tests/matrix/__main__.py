@@ -24,7 +24,14 @@ from stagetap.cli.output import notes, print_json, results, table
 def main() -> None:
     """Run the rows, write both files and show. Exit code 1 when a row is not as the table says."""
     parser = argparse.ArgumentParser(prog="matrix", description=__doc__)
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", choices=MODELS)
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        choices=MODELS,
+        help="all rows of these models alone; the others stay as they are in both files",
+    )
     parser.add_argument("--json", action="store_true", help="one line of JSON on stdout")
     parser.add_argument("--keep", action="store_true", help="keep datasets and logs, say where")
     arguments = parser.parse_args()

@@ -13,8 +13,9 @@ _HEAD = """\
 Every row was found out by capturing: `./justw matrix` makes a tiny random checkpoint of the model
 (`smollm2` is the real SmolLM2-135M-Instruct), captures prompts of 1 to 400 tokens through the
 production connector on several stages and on one, each in its own process and one request at a
-time, reads both datasets with the reader and compares every bit of every layer id, 0 and N
-included. This page is rendered from [models.json](models.json); edit neither.
+time, one prompt of the `-vl` models with an image, reads both datasets with the reader and
+compares every bit of every layer id, 0 and N included. This page is rendered from
+[models.json](models.json); edit neither.
 
 - **bitwise**: equal in every bit.
 - **bounded**: not bitwise, for the reason in the note, and within the relative error given there.

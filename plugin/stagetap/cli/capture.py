@@ -56,7 +56,7 @@ def capture_command(
         int, typer.Option("--in-flight", min=1, help="Prompts in the engine at a time.")
     ] = 16,
     dtype: Annotated[
-        str | None, typer.Option("--dtype", help="As vLLM's --dtype; default: the checkpoint's.")
+        str | None, typer.Option("--dtype", help="As vLLM's --dtype; default: auto.")
     ] = None,
     keep_free_mib: Annotated[
         int | None,

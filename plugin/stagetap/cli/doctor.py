@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from importlib.metadata import entry_points
@@ -318,11 +319,9 @@ def check_capture(
         )
     except StageTapError as error:
         return Finding("self-check", one_line(error), SEE_FOUND), []
-    own = sum(verdict.by_own_code for verdict in verdicts)
-    others = len(verdicts) - own
-    held = [f"{own} against the model's own tap code"] if own else []
-    held += [f"{others} against what reads the stream next"] if others else []
-    return Finding("self-check", f"taps proven on {pp} stages: {', '.join(held)}"), verdicts
+    held = Counter(verdict.held for verdict in verdicts)
+    found = ", ".join(f"{count} {how}" for how, count in held.items())
+    return Finding("self-check", f"taps proven on {pp} stages: {found}"), verdicts
 
 
 def check_registered(model: str | None = None) -> Iterator[Finding]:

@@ -47,7 +47,7 @@ def plan_command(
         ),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option("--dtype", help="As vLLM's --dtype; default: the checkpoint's.")
+        str | None, typer.Option("--dtype", help="As vLLM's --dtype; default: auto.")
     ] = None,
     kv_cache_dtype: Annotated[
         str, typer.Option("--kv-cache-dtype", help="As vLLM's; auto is the model's dtype.")
@@ -187,10 +187,11 @@ def _show(plan: Plan, name: str) -> None:
         for rows in _tables(columns, console.width):
             console.print(rows)
     say(f"stored: {human_bytes(1000 * plan.stored_token_bytes)} for 1,000 tokens, ids included")
-    say(
-        f"between stages: nothing; handing taps on to the last stage would move "
-        f"{human_bytes(plan.relay_token_bytes)} a token"
-    )
+    if plan.parallel.pp > 1:
+        say(
+            f"between stages: nothing; handing taps on to the last stage would move "
+            f"{human_bytes(plan.relay_token_bytes)} a token, all boundaries together"
+        )
     for line in _capacity(plan):
         say(line)
     for remark in remarks(plan):
@@ -274,8 +275,9 @@ def _capacity(plan: Plan) -> list[str]:
         "those of the smallest stage"
     )
     if plan.full_stages:
+        stages = " and ".join(f"stage {stage}" for stage in plan.full_stages)
         found = [
-            f"does not fit: stages {list(plan.full_stages)} have no room for a cache; use more "
+            f"does not fit: no room for a cache on {stages}; use more "
             "stages, a larger --tp, or another --partition"
         ]
     elif not plan.fits:

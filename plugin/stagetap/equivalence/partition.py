@@ -32,7 +32,7 @@ def stage_layers(
     if len(counts) != pp or sum(counts) != num_hidden_layers or min(counts) < 0:
         raise Refused(
             f"partition {shortened(','.join(map(str, counts)))} must have {counted(pp, 'part')} "
-            f"that add up to the {num_hidden_layers} layers of the model"
+            f"that add up to the {num_hidden_layers} layers of the model, not {sum(counts)}"
         )
     ends = [sum(counts[: stage + 1]) for stage in range(pp)]
     return list(zip([0, *ends[:-1]], ends, strict=True))

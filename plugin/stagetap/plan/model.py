@@ -351,8 +351,8 @@ def _check_parts(values: ConfigValues) -> None:
     for key in values.shapes():
         if _PARTS.search(key.lower()) and key not in _READ_PARTS:
             raise Refused(
-                f"{values.where}: the plan does not know what {shortened(key)} means for "
-                f"the shapes of layers; {_DOCTOR_KNOWS}"
+                f"{values.where}, or the class of its model type: the plan does not know what "
+                f"{shortened(key)} means for the shapes of layers; {_DOCTOR_KNOWS}"
             )
     if any(kind != 1 for kind in values.integers("attn_type_list") or ()):
         raise Refused(

@@ -101,10 +101,11 @@ class Sample:
             check_payload(self.manifest, stage.fragment, payload)
 
     def __repr__(self) -> str:
-        manifest = self.manifest
+        manifest, tapped = self.manifest, self.manifest.tapped
         return (
             f"Sample({manifest.sample_id!r}, tokens={manifest.token_count}, "
-            f"layer_ids={list(manifest.tapped.layer_ids)}, dtype={manifest.tapped.dtype}, "
+            f"layer_ids={list(self.layer_ids)}, "
+            f"last={tapped.num_hidden_layers in tapped.layer_ids}, dtype={tapped.dtype}, "
             f"stages={[stage.fragment.stage for stage in self._stages]})"
         )
 

@@ -75,7 +75,7 @@ def test_what_does_not_fit_is_exit_code_1(stagetap: Command, target: Path) -> No
     arguments = ["plan", target, "--layers", "6", "--gpu-memory-gib", 1, "--reserve-gib", 1]
     done = stagetap(*arguments, "--gpu-memory-utilization", 0.5)
     assert done.code == 1
-    assert "does not fit: stages [0] have no room" in done.stdout
+    assert "does not fit: no room for a cache on stage 0; use more" in done.stdout
     assert "lacks " in done.stdout
     assert stagetap(*arguments, "--json").json["fits"] is False
 

@@ -86,9 +86,13 @@ class Verdict:
     shape: tuple[int, ...]
 
     @property
-    def by_own_code(self) -> bool:
-        """Whether the model's own tap code gave what it was compared with."""
-        return self.compared_with == OWN
+    def held(self) -> str:
+        """What it was compared with, in general terms."""
+        if self.compared_with == OWN:
+            return "against the model's own tap code"
+        if self.compared_with == self.captured:
+            return "as the first layer reads it, with nothing before it to compare"
+        return "against what the layer before gave"
 
 
 class SelfCheck:
