@@ -27,11 +27,19 @@ STREAM_PREFIX_SUM = "prefix_sum"
 STREAM_MIXTURE = "attn_res_mixture"
 """Of such a model: what the next layer, or the final norm, reads, before any norm."""
 
+MIXTURE_ENV = "VLLM_KIMI_K3_AUX_ATTN_RES_STREAM"
+"""vLLM's variable: 1 makes the taps of such a model those of the mixture, 0 the prefix sum's."""
+
 NORM_STATE = "pre_norm"
 
 _ID = re.compile(r"[+-]?[0-9]{1,9}")
 
 Role = Literal["aux", "last"]
+
+
+def stream_of_k3_draft(fc_norm: bool) -> str:
+    """The stream kind that a draft of Kimi-K3 reads: with a norm for each tap, the mixture."""
+    return STREAM_MIXTURE if fc_norm else STREAM_PREFIX_SUM
 
 
 def validate_layer_ids(layers: Any, num_hidden_layers: int | None = None) -> tuple[int, ...]:

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
-from stagetap.engine.capture.attention_residuals import MIX, MIXTURE_ENV, stream_of
+from stagetap.engine.capture.attention_residuals import MIX, stream_of
 from stagetap.errors import Refused
-from stagetap.taps import STREAM_MIXTURE, STREAM_PREFIX_SUM, STREAM_RESIDUAL
+from stagetap.taps import MIXTURE_ENV, STREAM_MIXTURE, STREAM_PREFIX_SUM, STREAM_RESIDUAL
 
 
 class Decoder(nn.Module):

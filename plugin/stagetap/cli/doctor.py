@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from stagetap.engine.capture.self_check import Verdict
+    from stagetap.recipe.commands import Start
 
 PLUGIN_GROUP = "vllm.general_plugins"
 PLUGIN_NAME = "stagetap"
@@ -63,7 +64,8 @@ def doctor_command(
         typer.Option(
             "--config",
             metavar="FILE",
-            help="Check the settings of this file for `vllm serve --config` against each other.",
+            help="Check the settings of this file against each other: one for "
+            "`vllm serve --config`, or a recipe, whose commands are then printed.",
         ),
     ] = None,
     draft: Annotated[
@@ -102,7 +104,8 @@ def doctor_command(
     vLLM is loaded, unless something is wrong already: it must know the connector and the flags.
     Exit code 1 when something is wrong; the table says the cure.
     """
-    from stagetap.cli.doctor_config import Expectations, check_config
+    from stagetap.cli.doctor_config import Expectations
+    from stagetap.cli.doctor_recipe import examine
 
     if pp is not None and model is None:
         raise Refused("--pp says on how many stages a model is checked: name the model as well")
@@ -128,25 +131,32 @@ def doctor_command(
             findings += check_registered(model if readable else None)
         findings += about_model
         verdicts: list[Verdict] = []
+        to_start: list[Start] = []
         if config is not None:
-            findings += check_config(config, expectations)
+            about_config, to_start = examine(config, expectations)
+            findings += about_config
         if model is not None and pp is not None and all(finding.ok for finding in findings):
             notify(f"self-check of {model} on {pp} stages")
             finding, verdicts = check_capture(model, pp, tp, layers, engine_arguments(engine_arg))
             findings.append(finding)
-        _show(findings, verdicts, stdout if as_json else None, results(stdout))
+        _show(findings, verdicts, to_start, stdout if as_json else None, results(stdout))
     if not all(finding.ok for finding in findings):
         raise typer.Exit(1)
 
 
 def _show(
-    findings: list[Finding], verdicts: list[Verdict], json_to: TextIO | None, console: Console
+    findings: list[Finding],
+    verdicts: list[Verdict],
+    to_start: list[Start],
+    json_to: TextIO | None,
+    console: Console,
 ) -> None:
     if json_to is not None:
         document = {
             "ok": all(finding.ok for finding in findings),
             "checks": [{**asdict(each), "ok": each.ok} for each in findings],
             "taps": [asdict(each) for each in verdicts],
+            "starts": [asdict(each) for each in to_start],
         }
         print_json(document, json_to)
         return
@@ -163,6 +173,8 @@ def _show(
         state = "ok" if finding.ok else "problem"
         rows.add_row(finding.check, state, finding.found, finding.cure or "")
     console.print(rows)
+    for start in to_start:
+        console.print(f"{start.node}: {start.role}\n    {start.line}", soft_wrap=True)
 
 
 def check_python() -> Iterator[Finding]:

@@ -23,11 +23,8 @@ from stagetap.hosts.address import address_towards, interface_of
 from stagetap.hosts.supervisor import Hosts, supervise
 from stagetap.layer_choice import choose_layers
 from stagetap.models import resolve_model
+from stagetap.protected import HOST_FLAGS, PROTECTED, contradictions
 from stagetap.taps import check_stage_count
-
-_HOST_FLAGS = (
-    *("--nnodes", "-n", "--node-rank", "-r", "--master-addr", "--master-port", "--headless"),
-)
 
 
 def serve_command(
@@ -132,12 +129,13 @@ def _hosts(
     ranks: int,
 ) -> Hosts | None:
     """How this host takes part in an engine on several; None for one. Raises Refused."""
-    for argument in further:
-        if argument.partition("=")[0] in _HOST_FLAGS:
-            raise Refused(
-                f"{argument} behind --: vLLM alone would not notice a host that is gone; give "
-                "--nnodes, --node-rank, --master-addr and --master-port before the --"
-            )
+    for argument, _ in contradictions(further, HOST_FLAGS):
+        raise Refused(
+            f"{argument} behind --: vLLM alone would not notice a host that is gone; give "
+            "--nnodes, --node-rank, --master-addr and --master-port before the --"
+        )
+    for argument, place in contradictions(further, PROTECTED):
+        raise Refused(f"{argument} behind --: that is said by {place}, before the --")
     if count == 1:
         if rank or leader:
             raise Refused("--node-rank and --master-addr are for several hosts; add --nnodes")

@@ -152,16 +152,22 @@ class MemoryHost(Process):
         log: Path | None = None,
     ) -> None:
         """Start one; it lends its memory a moment later. Raises Refused, StoreError."""
-        command = [
-            find_program("mooncake_client"),
-            f"-master_server_address={master}",
-            f"-host={host}",
-            f"-port={free_port(host)}",
-            f"-protocol={protocol}",
-            "-metadata_server=P2PHANDSHAKE",
-            f"-global_segment_size={size_bytes}",
-        ]
-        super().__init__("mooncake_client", command, log)
+        arguments = lending_arguments(master, size_bytes, host, free_port(host), protocol)
+        super().__init__("mooncake_client", [find_program("mooncake_client"), *arguments], log)
+
+
+def lending_arguments(
+    master: str, size_bytes: int, host: str, port: int, protocol: str
+) -> list[str]:
+    """What makes a mooncake_client lend memory to a store, and do nothing else."""
+    return [
+        f"-master_server_address={master}",
+        f"-host={host}",
+        f"-port={port}",
+        f"-protocol={protocol}",
+        "-metadata_server=P2PHANDSHAKE",
+        f"-global_segment_size={size_bytes}",
+    ]
 
 
 def free_port(host: str, port: int = 0) -> int:

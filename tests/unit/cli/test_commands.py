@@ -259,6 +259,9 @@ def test_serve_on_several_hosts_names_each_ones_part(
     ("given", "named"),
     [
         (("--", "--nnodes=2"), "--nnodes=2 behind --: vLLM alone would not notice"),
+        (("--", "--headless"), "--headless behind --: vLLM alone would not notice"),
+        (("--", "--tensor_parallel_size=4"), "behind --: that is said by --tp, before the --"),
+        (("--", "--stagetap-store", "y"), "--stagetap-store behind --: that is said by --store"),
         (("--nnodes", 2), "--nnodes needs --master-addr"),
         (("--node-rank", 1), "are for several hosts; add --nnodes"),
         (("--nnodes", 2, "--master-addr", "h", "--node-rank", 2), "none of 2 hosts"),
@@ -270,7 +273,7 @@ def test_serve_on_several_hosts_names_each_ones_part(
         (("--nnodes", 2, "--master-addr", "none.invalid"), "none.invalid is out of reach"),
     ],
 )
-def test_serve_refuses_hosts_that_do_not_fit(
+def test_serve_refuses_what_does_not_fit(
     stagetap: Command, checkpoint: Path, given: tuple[object, ...], named: str
 ) -> None:
     done = stagetap(

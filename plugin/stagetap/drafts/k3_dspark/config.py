@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import AutoConfig, DeepseekV3Config
 
-from stagetap.taps import STREAM_MIXTURE, STREAM_PREFIX_SUM
+from stagetap.taps import stream_of_k3_draft
 
 from .rope import ROPE_THETA, rope_parameters
 
@@ -88,7 +88,7 @@ class K3DSparkConfig(DeepseekV3Config):
     @property
     def stream(self) -> str:
         """The stream kind whose taps this draft reads."""
-        return STREAM_MIXTURE if self.fc_norm else STREAM_PREFIX_SUM
+        return stream_of_k3_draft(self.fc_norm)
 
     def check_complete(self) -> None:
         """Raises ValueError naming what a model needs and this configuration leaves open."""

@@ -2,8 +2,8 @@
 
 Its layers hand on a prefix sum, what has to be added to it, and the block states; what a layer then
 reads is a mixture of these, scored with that layer's own weights. Both are called the stream after
-a layer. Which one vLLM's own tap code gives is said by the variable :data:`MIXTURE_ENV`; no module
-is ever given the mixture, so it is computed, by that same code, from what the layer is given.
+a layer. Which one vLLM's own tap code gives is said by the variable ``MIXTURE_ENV``; no module is
+ever given the mixture, so it is computed, by that same code, from what the layer is given.
 """
 
 from __future__ import annotations
@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING
 from vllm import envs
 
 from stagetap.errors import Refused
-from stagetap.taps import STREAM_MIXTURE, STREAM_PREFIX_SUM, STREAM_RESIDUAL
+from stagetap.taps import MIXTURE_ENV, STREAM_MIXTURE, STREAM_PREFIX_SUM, STREAM_RESIDUAL
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
     from torch import nn
-
-MIXTURE_ENV = "VLLM_KIMI_K3_AUX_ATTN_RES_STREAM"
 
 MIX = "_capture_aux_hidden_stream"
 """Of a decoder: (index of the layer that ran, prefix sum, what is to be added, block states)."""

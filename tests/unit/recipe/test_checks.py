@@ -1,0 +1,262 @@
+"""A recipe that goes together, and one refusal for each value that does not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stagetap.cli.doctor_config import Expectations
+from stagetap.cli.doctor_recipe import examine
+from stagetap.errors import Refused
+from stagetap.findings import Finding
+from unit.recipe.recipes import DRAFT, ENGINE_NODES, RECIPE, changed, filled, written
+
+
+def problems(folder: Path, document: dict[str, Any]) -> list[Finding]:
+    """What is wrong, each in one line; nothing is started then."""
+    findings, to_start = examine(written(folder, document), Expectations())
+    wrong = [finding for finding in findings if not finding.ok]
+    assert all("\n" not in finding.found + str(finding.cure) for finding in findings)
+    assert bool(to_start) is not bool(wrong)
+    return wrong
+
+
+def test_the_shipped_recipe_filled_in_is_well(tmp_path: Path) -> None:
+    findings, to_start = examine(written(tmp_path, filled()), Expectations())
+    assert [finding for finding in findings if not finding.ok] == []
+    assert len({start.node for start in to_start}) == 8
+
+
+def test_the_shipped_recipe_as_it_is_names_what_is_open() -> None:
+    (finding,), to_start = examine(RECIPE, Expectations())
+    assert not finding.ok
+    assert "leaves target, draft, engines.nodes[0][0]" in finding.found
+    assert to_start == []
+
+
+MIXTURE, PREFIX = "attn_res_mixture", "prefix_sum"
+
+
+@pytest.mark.parametrize(
+    ("changes", "check", "found", "cure"),
+    [
+        ({"gpus": 32}, "GPUs and nodes", ("32 GPUs", "8,", "for 32 on 8"), "gpus: 40"),
+        ({"nodes": 10}, "GPUs and nodes", ("8 nodes", "40 on 10"), "nodes: 8"),
+        (
+            {"trainer__nodes": ["10.0.0.1", "10.0.0.6", "10.0.0.7", "10.0.0.8"]},
+            "GPUs and nodes",
+            ("10.0.0.1 is named twice",),
+            "name each node once",
+        ),
+        ({"engines__tp": 4}, "world size and TP", ("16 GPUs", "tp 4 are 8"), "set tp to 8"),
+        ({"engines__pp": 3}, "world size and TP", ("16 GPUs", "are 24"), "divisor of 16"),
+        (
+            {"engines__layers": "2,23,47,69,91,93"},
+            "layers and draft",
+            ("target_layer_ids 1,23,46,68,90", "24 of these is not captured"),
+            "capture 2,24,47,69,91,93",
+        ),
+        (
+            {"engines__layers": "1,23,46,68,90,93"},
+            "layers and draft",
+            ("one less than taps", "2,24,47,69,91 of these are not captured"),
+            "capture 2,24,47,69,91,93",
+        ),
+        (
+            {"engines__layers": "2,24,47,69,91"},
+            "layers and draft",
+            ("93 of these is not captured",),
+            "capture 2,24,47,69,91,93",
+        ),
+        (
+            {"engines__stream": PREFIX},
+            "stream and draft",
+            (f"stream is {PREFIX}", f"reads {MIXTURE}"),
+            f"set engines.stream to {MIXTURE}, or fc_norm to false",
+        ),
+        (
+            {"trainer__min_loss_tokens": 13},
+            "blocks and loss tokens",
+            ("fewer than 13", "blocks of 7"),
+            "min-loss-tokens to 14",
+        ),
+        (
+            {"trainer__total_seq_len": 8191},
+            "sample and batch",
+            ("8,192 tokens", "8,191"),
+            "total-seq-len to 8192",
+        ),
+        (
+            {"expected__tokens_in_flight": 393_215},
+            "tokens in flight",
+            ("393,216 tokens", "are 393,215"),
+            "at least 393216",
+        ),
+        (
+            {"store__segment_bytes": 67_652_026_367},
+            "segments and bytes in flight",
+            ("270,608,105,472 B", "67,652,026,367 B each"),
+            "segment-bytes to at least 67652026368",
+        ),
+        (
+            {"store__lease": "119s"},
+            "lease and consume time",
+            ("lasts 119 s", "removed 120 s"),
+            "store.lease to at least 120s",
+        ),
+        (
+            {"trainer__fetch_wait": "170s"},
+            "fetch wait and publishing",
+            ("waits 170 s", "committed 170 s"),
+            "fetch-wait above 170s",
+        ),
+        (
+            {"store__options__force_remove": False},
+            "lease and removal",
+            ("lease is 180 s", "lease_wait 15 s"),
+            "set lease_wait above 180",
+        ),
+        (
+            {"store__options__put_timeout": "50s"},
+            "publishing",
+            ("170 s", "170 s (publish_timeout_s)"),
+            "publish_timeout_s above 170",
+        ),
+        (
+            {"store__options__space_wait": "119s"},
+            "time until consumed",
+            ("removed 120 s", "waits 119 s"),
+            "space_wait to at least 120",
+        ),
+        (
+            {"store__options__hard_pin": False},
+            "time until consumed",
+            ("nothing is pinned hard",),
+            "or hard_pin=on",
+        ),
+    ],
+)
+def test_values_that_do_not_go_together(
+    changes: dict[str, Any], check: str, found: tuple[str, ...], cure: str, tmp_path: Path
+) -> None:
+    (finding,) = problems(tmp_path, changed(**changes))
+    assert finding.check == check
+    for part in found:
+        assert part in finding.found
+    assert cure in str(finding.cure)
+
+
+def test_a_trainer_less_patient_than_the_store_is_slow(tmp_path: Path) -> None:
+    wrong = problems(tmp_path, changed(trainer__fetch_wait="120s"))
+    assert [finding.check for finding in wrong] == [
+        "fetch wait and publishing",
+        "fetch wait and consume time",
+    ]
+    assert "above 120s, or expected.consume-time below 120s" in str(wrong[1].cure)
+
+
+def test_engines_of_different_sizes(tmp_path: Path) -> None:
+    document = changed(engines__nodes=[[*ENGINE_NODES[0], "10.0.0.9"], ["10.0.0.3"]])
+    (finding,) = problems(tmp_path, document)
+    assert finding.check == "world size and TP"
+    assert "one engine has 8 GPUs and another 24" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("place", "argument", "says"),
+    [
+        ("engines__extra_args", "--tensor-parallel-size=4", "--tp of stagetap serve"),
+        ("engines__extra_args", "--pipeline_parallel_size", "--pp of stagetap serve"),
+        ("engines__extra_args", "-tp", "--tp of stagetap serve"),
+        ("engines__extra_args", "--nnodes", "--nnodes of stagetap serve"),
+        ("engines__extra_args", "--headless", "--node-rank of stagetap serve"),
+        ("engines__extra_args", "--max-model-l", "--max-len of stagetap serve"),
+        ("engines__extra_args", "--kv-transfer-config.kv_role", "--layers and --store"),
+        ("engines__extra_args", "--max-num-seqs", "engines.max-num-seqs"),
+        ("engines__extra_args", "--stagetap-options", "engines.options"),
+        ("trainer__extra_args", "--epochs", "the recipe's own --epochs"),
+        ("trainer__extra_args", "--stagetap-wait-s=1", "the recipe's own --stagetap-wait-s"),
+        ("trainer__extra_args", "--draft-config", "the recipe's own --draft-config"),
+    ],
+)
+def test_extra_arguments_do_not_contradict(
+    place: str, argument: str, says: str, tmp_path: Path
+) -> None:
+    (finding,) = problems(tmp_path, changed(**{place: [argument, "4"]}))
+    assert finding.check == "protected keys"
+    assert finding.found.startswith(f"{argument} among options or extra arguments contradicts ")
+    assert says in finding.found
+    assert says in str(finding.cure)
+
+
+def test_options_do_not_contradict(tmp_path: Path) -> None:
+    document = changed(store__options__global_segment_size="1GiB")
+    (finding,) = problems(tmp_path, document)
+    assert "global_segment_size among options" in finding.found
+    assert "store.segment-bytes" in str(finding.cure)
+
+
+# The draft and the target --------------------------------------------------------------------
+
+
+def draft_with(folder: Path, **values: Any) -> str:
+    file = folder / "draft.json"
+    file.write_text(json.dumps(json.loads(DRAFT.read_text("utf-8")) | values))
+    return str(file)
+
+
+def test_a_draft_without_fc_norm_has_no_targets(tmp_path: Path) -> None:
+    plain = draft_with(tmp_path, fc_norm=False)
+    (finding,) = problems(tmp_path, changed(draft=plain))
+    assert f"stream is {MIXTURE}" in finding.found
+    assert f"(fc_norm false) reads {PREFIX}" in finding.found
+    (finding,) = problems(tmp_path, changed(draft=plain, engines__stream=PREFIX))
+    assert "not what the target's head reads" in finding.found
+    assert f"set fc_norm to true and engines.stream to {MIXTURE}" in str(finding.cure)
+
+
+def test_blocks_of_another_size(tmp_path: Path) -> None:
+    (finding,) = problems(tmp_path, changed(draft=draft_with(tmp_path, block_size=8)))
+    assert "fewer than 14" in finding.found
+    assert "blocks of 8" in finding.found
+    assert "min-loss-tokens to 16" in str(finding.cure)
+
+
+def test_a_target_with_one_stream(tmp_path: Path) -> None:
+    folder = tmp_path / "target"
+    folder.mkdir()
+    config = {"num_hidden_layers": 93, "hidden_size": 7168, "vocab_size": 9, "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (finding,) = problems(tmp_path, changed(target=str(folder)))
+    assert finding.check == "stream and draft"
+    assert "has one residual stream" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"target": "nowhere"}, "model nowhere: no such folder"),
+        ({"target": "org/never-downloaded"}, "no config.json here says its num_hidden_layers"),
+        ({"draft": "nowhere.json"}, "nowhere.json cannot be read"),
+        ({"engines__layers": "2,94"}, "94 is above 93"),
+        ({"engines__options__publish_timeout": 3}, "unknown key 'publish_timeout'"),
+        ({"store__options__hard_pins": True}, "unknown option 'hard_pins'"),
+        ({"store__lease": "3 minutes"}, "store.lease: '3 minutes' is no time"),
+    ],
+)
+def test_what_cannot_be_read_is_named(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+    (finding,) = problems(tmp_path, changed(**changes))
+    assert says in finding.found
+
+
+def test_another_kind_of_draft(tmp_path: Path) -> None:
+    (finding,) = problems(tmp_path, changed(draft=draft_with(tmp_path, model_type="qwen3")))
+    assert "has model_type 'qwen3', a recipe trains k3_dspark" in finding.found
+
+
+def test_what_a_recipe_says_is_not_said_beside_it() -> None:
+    with pytest.raises(Refused, match="is a recipe, which says itself"):
+        examine(RECIPE, Expectations(lease="3s"))
