@@ -22,6 +22,7 @@ from stagetap.cli.plan import plan_command
 from stagetap.cli.rows import rows_command
 from stagetap.cli.serve import serve_command
 from stagetap.cli.train import train_command
+from stagetap.cli.train_prompts import train_prompts_command
 from stagetap.cli.verify import verify_command
 from stagetap.errors import Refused, StageTapError
 
@@ -43,6 +44,7 @@ app.command(
         "help_option_names": [],
     },
 )(train_command)
+app.command("train-prompts")(train_prompts_command)
 app.command("plan")(plan_command)
 app.command("doctor")(doctor_command)
 app.command("demo")(demo_command)

@@ -63,6 +63,7 @@ def starts(recipe: Recipe, draft: Mapping[str, object]) -> list[Start]:
     """Everything to start, in this order; ``draft`` is what the draft's config.json holds."""
     uri = store_uri(recipe)
     return [
+        Start(recipe.trainer.nodes[0], "prompts", _prompts_command(recipe)),
         _master_start(recipe),
         *_lenders(recipe, parse_uri(uri)),
         *_engines(recipe, uri),
@@ -85,9 +86,27 @@ def train_command(recipe: Recipe, draft: Mapping[str, object]) -> list[str]:
         *("--stagetap-wait-s", f"{seconds('trainer.fetch-wait', trainer.fetch_wait):g}"),
         *("--stagetap-min-loss-tokens", str(trainer.min_loss_tokens)),
         *("--stagetap-after-read", "remove", "--epochs", "1"),
-        *("--data-path", trainer.rows, "--save-path", trainer.save_path),
-        *("--total-seq-len", str(trainer.total_seq_len), "--fsdp-shard"),
+        *("--data-path", trainer.rows, "--save-path", trainer.save_path, "--fsdp-shard"),
+        *_order(recipe),
         *trainer.extra_args,
+    ]
+
+
+def _prompts_command(recipe: Recipe) -> list[str]:
+    trainer = recipe.trainer
+    return [
+        *("stagetap", "train-prompts", trainer.rows, "--out", trainer.prompts),
+        *("--ranks", str(len(trainer.nodes) * trainer.gpus_per_node)),
+        *("--min-loss-tokens", str(trainer.min_loss_tokens), *_order(recipe)),
+    ]
+
+
+def _order(recipe: Recipe) -> list[str]:
+    """What the trainer's order of rows hangs on."""
+    trainer = recipe.trainer
+    return [
+        *("--total-seq-len", str(trainer.total_seq_len), "--seed", str(trainer.seed)),
+        *("--train-data-ratio", str(trainer.train_data_ratio)),
     ]
 
 

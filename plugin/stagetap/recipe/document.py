@@ -79,20 +79,26 @@ class Trainer(_Section, frozen=True, kw_only=True):
         nodes: addresses; on the first one are the master and rank 0.
         gpus_per_node: ranks of each.
         rows: ``--data-path``.
+        prompts: where ``stagetap train-prompts`` writes what to capture, in the trainer's order.
         save_path: ``--save-path``.
         fetch_wait: ``--stagetap-wait-s``, as a time.
         min_loss_tokens: ``--stagetap-min-loss-tokens``.
         total_seq_len: ``--total-seq-len``.
+        seed: ``--seed``, which the order of rows hangs on.
+        train_data_ratio: ``--train-data-ratio``, likewise.
         extra_args: further arguments of ``stagetap train``.
     """
 
     nodes: list[str]
     gpus_per_node: Count
     rows: str
+    prompts: str
     save_path: str
     fetch_wait: str
     min_loss_tokens: Count
     total_seq_len: Count
+    seed: int = 42
+    train_data_ratio: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.9
     extra_args: list[str] = []
 
 

@@ -26,7 +26,11 @@ def filled() -> dict[str, Any]:
     document = as_shipped()
     document |= {"target": str(TARGET), "draft": str(DRAFT)}
     document["engines"]["nodes"] = [list(nodes) for nodes in ENGINE_NODES]
-    document["trainer"] |= {"nodes": list(TRAINER_NODES), "rows": "/data/rows"}
+    document["trainer"] |= {
+        "nodes": list(TRAINER_NODES),
+        "rows": "/data/rows",
+        "prompts": "/p.jsonl",
+    }
     document["trainer"]["save-path"] = "/data/draft"
     return document
 

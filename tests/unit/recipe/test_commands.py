@@ -36,9 +36,9 @@ def after(command: list[str], flag: str) -> str:
     return command[command.index(flag) + 1]
 
 
-def test_the_store_comes_first_and_the_trainer_last(to_start: list[Start]) -> None:
+def test_prompts_and_store_come_first_and_the_trainer_last(to_start: list[Start]) -> None:
     roles = [start.role.split()[0] for start in to_start]
-    assert roles == ["store", *["memory"] * 4, *["engine"] * 4, *["trainer"] * 4]
+    assert roles == ["prompts", "store", *["memory"] * 4, *["engine"] * 4, *["trainer"] * 4]
 
 
 def test_the_store(to_start: list[Start]) -> None:
@@ -52,6 +52,16 @@ def test_the_store(to_start: list[Start]) -> None:
         assert "-master_server_address=10.0.0.5:50051" in start.command
         assert "-global_segment_size=512000000000" in start.command
         assert f"-host={start.node}" in start.command
+
+
+def test_prompts_are_in_the_trainers_order(to_start: list[Start]) -> None:
+    (prompts,) = of(to_start, "prompts")
+    trainer = of(to_start, "trainer")[0].command
+    assert prompts.command[:5] == ["stagetap", "train-prompts", "/data/rows", "--out", "/p.jsonl"]
+    assert after(prompts.command, "--ranks") == "8"
+    assert after(prompts.command, "--min-loss-tokens") == "14"
+    for flag in ("--total-seq-len", "--seed", "--train-data-ratio"):
+        assert after(prompts.command, flag) == after(trainer, flag)
 
 
 def test_stagetap_serve_takes_the_engines(
@@ -100,7 +110,7 @@ def test_the_doctor_prints_them(stagetap: Command, tmp_path: Path) -> None:
         assert f"\n{node}: " in done.stdout
     assert "    VLLM_KIMI_K3_AUX_ATTN_RES_STREAM=1 stagetap serve " in done.stdout
     said = stagetap("doctor", "--static", "--json", "--config", file).json
-    assert len(said["starts"]) == 13
+    assert len(said["starts"]) == 14
     unfilled = stagetap("doctor", "--static", "--json", "--config", RECIPE)
     assert (unfilled.code, unfilled.json["starts"]) == (1, [])
 

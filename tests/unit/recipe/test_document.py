@@ -15,7 +15,7 @@ LEFT_OPEN = [
     *("target", "draft"),
     *(f"engines.nodes[{engine}][{node}]" for engine in range(2) for node in range(2)),
     *(f"trainer.nodes[{node}]" for node in range(4)),
-    *("trainer.rows", "trainer.save-path"),
+    *("trainer.rows", "trainer.prompts", "trainer.save-path"),
 ]
 
 
