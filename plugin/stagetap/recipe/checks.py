@@ -13,7 +13,7 @@ from stagetap.config_values import ConfigValues
 from stagetap.findings import Finding
 from stagetap.options import ConnectorOptions
 from stagetap.plan.couplings import Expected, Served, check_draft, check_hosts, check_times
-from stagetap.protected import PROTECTED, contradictions
+from stagetap.protected import contradictions
 from stagetap.recipe.commands import ENGINE_KEYS, train_command
 from stagetap.recipe.document import Recipe, seconds
 from stagetap.stores.mooncake_uri import MooncakeOptions
@@ -107,11 +107,7 @@ def check_tensor_parallel(recipe: Recipe) -> Finding:
 
 def check_extra_arguments(recipe: Recipe, draft: Mapping[str, Any]) -> Iterator[Finding]:
     """Whether arguments that are handed on say again what a key of the recipe says."""
-    protected = {
-        **{flag: f"{place} of stagetap serve" for flag, place in PROTECTED.items()},
-        **ENGINE_KEYS,
-    }
-    said = [*contradictions(recipe.engines.extra_args, protected)]
+    said = [*contradictions(recipe.engines.extra_args, ENGINE_KEYS)]
     whole = train_command(recipe, draft)
     own = whole[: len(whole) - len(recipe.trainer.extra_args)]
     flags = {each: f"the recipe's own {each}" for each in own if each.startswith("--")}

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from stagetap.config_values import ConfigValues
+from stagetap.protected import PROTECTED
 from stagetap.recipe.document import Recipe, seconds
 from stagetap.stores.mooncake_processes import lending_arguments
 from stagetap.stores.mooncake_uri import MooncakeOptions, parse_uri
@@ -20,12 +21,24 @@ MASTER_PORT = 50051
 _LENDER_PORT = 50052
 _TORCHRUN_PORT = 29500
 
+_KEYS = {
+    "MODEL": "target",
+    "--pp": "engines.pp",
+    "--tp": "engines.tp",
+    "--max-len": "engines.max-len",
+    "--layers": "engines.layers",
+    "--store": "store",
+    "--layers and --store": "engines.layers and store",
+    **dict.fromkeys(("--host", "--nnodes", "--node-rank", "--master-addr"), "engines.nodes"),
+}
+"""Options of ``stagetap serve`` -> the key of a recipe that they are made of."""
+
 ENGINE_KEYS = {
+    **{flag: _KEYS.get(place, f"{place} of stagetap serve") for flag, place in PROTECTED.items()},
     "--max-num-seqs": "engines.max-num-seqs",
     "--stagetap-options": "engines.options",
 }
-"""Flags of vLLM that ``stagetap serve`` leaves to what stands behind its ``--``, and a recipe says
-itself."""
+"""Flags of vLLM that an engine's further arguments may not say -> what says them."""
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,23 @@ def test_the_doctor_prints_them(stagetap: Command, tmp_path: Path) -> None:
     assert (unfilled.code, unfilled.json["starts"]) == (1, [])
 
 
+def test_the_plan_in_the_comments(stagetap: Command) -> None:
+    comments = RECIPE.read_text("utf-8")
+    words = shlex.split(
+        comments[comments.index("stagetap plan ") :].split("nodes:")[0].replace("#", " ")
+    )
+    assert words[2] == "configs/targets/kimi-k3"
+    arguments = [word for word in words[3:] if word.strip()]
+    said = stagetap("plan", TARGET, *arguments, "--json").json
+    engines = filled()["engines"]
+    assert (said["pp"], said["tp"]) == (engines["pp"], engines["tp"])
+    weights = max(sum(stage["weight_bytes"].values()) for stage in said["stages"])
+    assert f"up to {weights / 2**30:.1f} GiB of weights" in comments
+    sequences = said["kv_tokens"] // engines["max-len"]
+    assert f"room for {said['kv_tokens']:,} tokens, {sequences} sequences" in comments
+    assert engines["max-num-seqs"] <= sequences
+
+
 def test_the_arithmetic_in_the_comments() -> None:
     """Each number, computed from what it is said to come from, stands there."""
     config = json.loads((TARGET / "config.json").read_text("utf-8"))["text_config"]
