@@ -7,6 +7,7 @@ dropped row or a foreign column is seen.
 import itertools
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -171,11 +172,16 @@ class Engine:
         attempt = f"attempt-{next(_attempts)}"
         return SampleRef(run_id=self.run, sample_id=sample_id, attempt=attempt)
 
-    def publish(self, ref: SampleRef, tokens: int, seed: int = 0) -> Manifest:
+    def publish(
+        self, ref: SampleRef, tokens: int, seed: int = 0, ids: np.ndarray | None = None
+    ) -> Manifest:
         """Write all fragments and return the manifest, not committed."""
         stages = [s for s in range(self.tapped.pp_size) if owned(self.tapped, s)]
         for stage in stages:
-            self.publisher.submit(job(self.tapped, ref, stage, tokens, seed))
+            made = job(self.tapped, ref, stage, tokens, seed)
+            if ids is not None and made.token_ids is not None:
+                made = replace(made, token_ids=ids)
+            self.publisher.submit(made)
         reports = drain(self.publisher, len(stages))
         assert [report.error for report in reports] == [None] * len(stages)
         fragments = [report.fragment for report in reports if report.fragment is not None]

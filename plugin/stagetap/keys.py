@@ -14,7 +14,7 @@ from stagetap.errors import Refused
 MAX_COMPONENT_BYTES = 120
 
 # What a store keeps beside runs, samples and attempts.
-RESERVED = frozenset({"commit", "commits", "deletes", "error", "nonces", "stagetap.json"})
+RESERVED = frozenset({"commit", "commits", "deletes", "error", "jobs", "nonces", "stagetap.json"})
 
 _SAFE = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-")
 _ENCODED = [chr(byte) if byte in _SAFE else f"%{byte:02X}" for byte in range(256)]

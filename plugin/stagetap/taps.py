@@ -90,19 +90,6 @@ def parse_layer_ids(text: str) -> tuple[int, ...]:
     return validate_layer_ids(ids)
 
 
-def check_stage_count(pp: int, num_hidden_layers: int) -> None:
-    """Refuse more pipeline stages than decoder layers: some would run nothing.
-
-    Raises:
-        Refused: naming both numbers.
-    """
-    if pp > num_hidden_layers:
-        raise Refused(
-            f"{pp} pipeline stages are more than the model's {num_hidden_layers} decoder layers; "
-            f"use at most {num_hidden_layers}"
-        )
-
-
 def owning_layer(layer_id: int, stream: str, num_hidden_layers: int) -> int:
     """The decoder layer whose stage owns a tap.
 

@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from engine.harness import TESTS, Arm, random_prompts
 from stagetap import StreamMismatch, open_dataset
 from stagetap.engine.environment import BINDING_ENV, cores_by_rank
-from stagetap.equivalence.arms import PARTITION_ENV
 from stagetap.equivalence.compare import compare_datasets
+from stagetap.partition import PARTITION_ENV
 from tiny_kimi_k3 import CONFIG, LAYERS, write_kimi_k3
 
 pytestmark = pytest.mark.engine

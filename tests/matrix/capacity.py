@@ -16,7 +16,7 @@ from typing import Any
 
 from engine.harness import Arm
 from stagetap.engine.environment import engine_environment
-from stagetap.equivalence.partition import owners, stage_layers
+from stagetap.partition import owners, stage_layers
 
 MAX_LEN = 16384
 """Tokens of the request that capacity is counted in: long, so that no block is rounded up much."""

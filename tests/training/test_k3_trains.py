@@ -13,7 +13,7 @@ from safetensors import safe_open
 from drafts.tiny_k3 import TINY
 from engine.harness import TESTS, random_prompts
 from stagetap import open_dataset
-from stagetap.equivalence.arms import PARTITION_ENV
+from stagetap.partition import PARTITION_ENV
 from tiny_kimi_k3 import CONFIG, LAYERS, write_kimi_k3
 from training.command import metrics, stagetap, train
 

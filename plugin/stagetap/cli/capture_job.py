@@ -17,11 +17,18 @@ from stagetap.cli.interrupt import Interruption
 from stagetap.cli.model_facts import model_facts
 from stagetap.cli.output import activity, human_bytes, notes
 from stagetap.cli.tokenized import load_prompts
-from stagetap.engine.checkpoint import check_checkpoint
+from stagetap.engine.checkpoint import fingerprint_ahead
 from stagetap.errors import Refused
+from stagetap.partition import engine_stages
 from stagetap.prompts import TokenPrompt, check_lengths, check_token_ids
 from stagetap.stores.base import check_store, file_root
-from stagetap.taps import check_stage_count, validate_layer_ids
+from stagetap.stores.file_jobs import CaptureNote
+from stagetap.taps import validate_layer_ids
+
+DECIDING_ARGS = ("dtype", "kv_cache_dtype", "quantization", "hf_overrides", "model_impl")
+"""Arguments of vLLM that change what a model computes."""
+
+UNSAID = (None, "auto")
 
 
 @dataclass(frozen=True)
@@ -46,12 +53,14 @@ class CaptureJob:
             StageTapError: the engine did not start or stopped.
         """
         facts = model_facts(self.model)
-        check_checkpoint(self.model, str(self.engine_args.get("load_format", "auto")))
+        fingerprint = fingerprint_ahead(
+            self.model, str(self.engine_args.get("load_format", "auto"))
+        )
         validate_layer_ids(self.layers, facts.num_hidden_layers)
         if facts.num_hidden_layers is not None:
-            check_stage_count(self.pp, facts.num_hidden_layers)
+            engine_stages(facts.num_hidden_layers, self.pp)
         check_store(self.target.out, self.layers)
-        committed = self._committed(resume)
+        committed = self._committed(resume, fingerprint)
         prompts = load_prompts(prompt_file, self.model)
         if facts.vocab_size is not None:
             check_token_ids(prompt_file, prompts, facts.vocab_size)
@@ -61,7 +70,7 @@ class CaptureJob:
         guard = self._guard(facts.row_bytes(len(self.layers), self.engine_args.get("dtype")))
         if isinstance(guard, DiskGuard):
             self._check_room(guard, missing)
-        tally, seconds = self._run_engine(missing, guard) if missing else (Tally(), 0.0)
+        tally, seconds = self._run_engine(missing, guard, committed) if missing else (Tally(), 0.0)
         return {
             "out": self.target.out,
             "run": self.target.run_id,
@@ -91,7 +100,16 @@ class CaptureJob:
         """Rows of a sample beyond its prompt: the last output token has no state."""
         return max(0, self.include_output - 1)
 
-    def _committed(self, resume: bool) -> CommittedSamples | None:
+    @property
+    def _asked(self) -> CaptureNote:
+        """What must be the same when the run is gone on with. PP and TP change nothing."""
+        deciding = {name: self.engine_args.get(name) for name in DECIDING_ARGS}
+        return CaptureNote(
+            include_output=self.include_output,
+            engine_args={name: said for name, said in deciding.items() if said not in UNSAID},
+        )
+
+    def _committed(self, resume: bool, fingerprint: str | None) -> CommittedSamples | None:
         """None in Mooncake: what is gone from there was consumed, and the engine knows the rest."""
         out, run_id = self.target.out, self.target.run_id
         if self.target.keep_free_bytes is None:
@@ -102,6 +120,7 @@ class CaptureJob:
                 f"{out} holds {len(committed)} samples of run {run_id!r} already; add "
                 "--resume to capture what is missing, or choose another --out or --run"
             )
+        committed.check(fingerprint, self._asked)
         return committed
 
     def _guard(self, row_bytes: int | None) -> Room:
@@ -127,7 +146,9 @@ class CaptureJob:
                 soft_wrap=True,
             )
 
-    def _run_engine(self, prompts: Sequence[TokenPrompt], guard: Room) -> tuple[Tally, float]:
+    def _run_engine(
+        self, prompts: Sequence[TokenPrompt], guard: Room, committed: CommittedSamples | None
+    ) -> tuple[Tally, float]:
         from stagetap.engine.session import CaptureSession
 
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -154,6 +175,8 @@ class CaptureJob:
                 )
             interruption.defer()
             try:
+                if committed is not None:
+                    committed.leave_note(self._asked)
                 with CaptureProgress(len(prompts), guard) as progress:
                     capture = CaptureRun(
                         session,

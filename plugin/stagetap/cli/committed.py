@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from stagetap.errors import ForeignStore, Refused
 from stagetap.manifest import Manifest, token_digest
 from stagetap.prompts import TokenPrompt
-from stagetap.stores.base import CommitEntry, StoreReader, open_store_reader
+from stagetap.stores.base import CommitEntry, StoreReader, file_root, open_store_reader
+from stagetap.stores.file_jobs import CaptureNote, read_note, write_note
 
 
 def live_commits(reader: StoreReader) -> list[CommitEntry]:
@@ -25,13 +28,14 @@ def live_commits(reader: StoreReader) -> list[CommitEntry]:
 
 
 class CommittedSamples:
-    """The samples of one run in a store; none where there is no store yet.
+    """The samples of one run in a directory; none where there is no store yet.
 
     Raises StoreError when there is a store whose commits cannot be read.
     """
 
     def __init__(self, uri: str, run_id: str) -> None:
-        self._uri = uri
+        self._root = file_root(uri)
+        self._run_id = run_id
         self._entries: dict[str, CommitEntry] = {}
         self._reader: StoreReader | None = None
         try:
@@ -45,18 +49,59 @@ class CommittedSamples:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def check(self, weights_fingerprint: str | None, asked: CaptureNote) -> None:
+        """Hold what is there against a job that would go on with it.
+
+        An engine compares more, but none may be needed: all samples may be there.
+
+        Args:
+            weights_fingerprint: of the job's model; None where only its engine can tell.
+            asked: what decides rows and values of the job's samples.
+
+        Raises:
+            Refused: the store holds another model, or the run was asked for something else.
+            StoreError: what the run was asked for cannot be read.
+        """
+        if self._reader is None:
+            return
+        stored = self._reader.invariant.weights_fingerprint
+        if weights_fingerprint not in (None, stored):
+            raise Refused(
+                f"{self._root} holds samples of other weights ({stored}) than the model's "
+                f"({weights_fingerprint}); give that model, or choose another --out"
+            )
+        if not self._entries:
+            return
+        note = read_note(self._root, self._run_id)
+        if note is None:
+            raise Refused(
+                f"run {self._run_id!r} of {self._root} was not captured by `stagetap capture`, so "
+                "what its samples should hold is not known; choose another --run"
+            )
+        if note != asked:
+            raise Refused(
+                f"run {self._run_id!r} of {self._root} was captured with {_in_words(note)}, not "
+                f"with {_in_words(asked)}; ask for the same, or choose another --run"
+            )
+
+    def leave_note(self, asked: CaptureNote) -> None:
+        """Say in the store what its run is asked for; the store is there. Raises StoreError."""
+        if read_note(self._root, self._run_id) != asked:
+            write_note(self._root, self._run_id, asked)
+
     def missing(self, prompts: Iterable[TokenPrompt]) -> list[TokenPrompt]:
         """The prompts that are not committed.
 
         Raises:
             Refused: an id is committed with another prompt: resuming would mix two files up.
+            StoreError: the token ids of one cannot be read.
         """
         missing = []
         for prompt in prompts:
             entry = self._entries.get(prompt.sample_id)
             if entry is None or self._reader is None:
                 missing.append(prompt)
-            elif not _is_of(self._reader.manifest(entry), prompt):
+            elif not _is_of(self._reader, self._reader.manifest(entry), prompt):
                 raise Refused(
                     f"line {prompt.number}: sample {prompt.sample_id!r} is committed with another "
                     "prompt; give the line another id, or choose another --run"
@@ -64,9 +109,17 @@ class CommittedSamples:
         return missing
 
 
-def _is_of(manifest: Manifest, prompt: TokenPrompt) -> bool:
+def _is_of(reader: StoreReader, manifest: Manifest, prompt: TokenPrompt) -> bool:
     if manifest.prompt_token_count != len(prompt.token_ids):
         return False
-    # The digest covers output tokens as well, so it speaks of the prompt only where there are none.
-    with_output = manifest.token_count > manifest.prompt_token_count
-    return with_output or manifest.token_digest == token_digest(prompt.token_ids)
+    if manifest.token_count == manifest.prompt_token_count:
+        return manifest.token_digest == token_digest(prompt.token_ids)
+    # The digest covers output tokens as well; the ids lie in one of the fragments.
+    fragment = next(each for each in manifest.fragments if each.input_ids)
+    ids = np.frombuffer(reader.fragment(manifest, fragment).input_ids or b"", "<i8")
+    return np.array_equal(ids[: manifest.prompt_token_count], prompt.token_ids)
+
+
+def _in_words(note: CaptureNote) -> str:
+    said = [f"{name}={value}" for name, value in note.engine_args.items()]
+    return ", ".join([f"--include-output {note.include_output}", *said])

@@ -78,8 +78,8 @@ def equivalence_command(
     from stagetap.cli.tokenized import load_prompts
     from stagetap.equivalence.arms import Arm
     from stagetap.equivalence.made_prompts import DEFAULT_LENGTHS, parse_lengths, prompts_of_lengths
-    from stagetap.equivalence.partition import parse_partition
     from stagetap.equivalence.prove import check_arm, prove
+    from stagetap.partition import parse_partition
 
     if facts.num_hidden_layers is None or facts.vocab_size is None:
         raise Refused(

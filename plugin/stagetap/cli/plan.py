@@ -14,6 +14,7 @@ from stagetap.config_values import MAX_SIZE
 from stagetap.errors import Refused
 from stagetap.layer_choice import choose_layers
 from stagetap.models import resolve_model
+from stagetap.partition import PARTITION_ENV, parse_partition, stage_layers
 from stagetap.plan.weights import KINDS
 from stagetap.wording import counted, shortened
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
     from stagetap.plan.stages import Plan, Stage
 
-PARTITION_ENV = "VLLM_PP_LAYER_PARTITION"
 _GIB = 2**30
 _MOST_GIB = 2**20
 _BORDER, _COLUMN_FRAME = 1, 3  # characters
@@ -128,8 +128,6 @@ def _partition(asked: str | None, pp: int, num_hidden_layers: int) -> list[int] 
     Raises:
         Refused: they do not fit the model, naming the variable where they come from there.
     """
-    from stagetap.equivalence.partition import parse_partition, stage_layers
-
     layout = asked or os.environ.get(PARTITION_ENV)
     if not layout:
         return None

@@ -23,8 +23,8 @@ from stagetap.hosts.address import address_towards, interface_of
 from stagetap.hosts.supervisor import Hosts, supervise
 from stagetap.layer_choice import choose_layers
 from stagetap.models import resolve_model
+from stagetap.partition import engine_stages
 from stagetap.protected import HOST_FLAGS, PROTECTED, contradictions
-from stagetap.taps import check_stage_count
 
 
 def serve_command(
@@ -85,7 +85,7 @@ def serve_command(
     total = model_facts(model).num_hidden_layers
     ids = choose_layers(layers, total)
     if total is not None:
-        check_stage_count(pp, total)
+        engine_stages(total, pp)
     check_store(store, ids)
     connector_options({"layers": ids, "store": store, **further_options(_given(context.args))})
     hosts = _hosts(context.args, nnodes, node_rank, master_addr, master_port, watch_port, pp * tp)

@@ -24,16 +24,17 @@ def checkpoint_fingerprint(config: VllmConfig) -> str:
     )
 
 
-def check_checkpoint(model: str, load_format: str) -> None:
-    """Refuse a folder of which no fingerprint can be taken, before anything is loaded of it.
+def fingerprint_ahead(model: str, load_format: str) -> str | None:
+    """Fingerprint of a folder, before anything is loaded of it.
 
-    A name is left alone: vLLM may still download it.
+    None for a name: vLLM may still download it.
 
     Raises:
         Refused: it has no ``config.json``, or no weights in safetensors where they shall be loaded.
     """
-    if os.path.isdir(model):
-        weights_fingerprint(Path(model), dummy_weights=load_format == "dummy")
+    if not os.path.isdir(model):
+        return None
+    return weights_fingerprint(Path(model), dummy_weights=load_format == "dummy")
 
 
 def _checkpoint_folder(config: VllmConfig) -> Path:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from stagetap.engine.checkpoint import check_checkpoint
+from stagetap.engine.checkpoint import fingerprint_ahead
 from stagetap.engine.refusal import announced
 from stagetap.engine.series import check_series
 from stagetap.errors import Refused
 from stagetap.layer_choice import choose_layers
 from stagetap.options import CONNECTOR_NAME, ConnectorOptions, connector_options
+from stagetap.partition import engine_stages
 from stagetap.stores.base import check_store
-from stagetap.taps import check_stage_count, validate_layer_ids
+from stagetap.taps import validate_layer_ids
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -92,8 +93,9 @@ def configure(config: VllmConfig) -> None:
         options = options_of(config)
         _check_engine(config)
         validate_layer_ids(options.layers, total)
-        check_stage_count(config.parallel_config.pipeline_parallel_size, total)
-        check_checkpoint(config.model_config.model, str(config.load_config.load_format))
+        engine_stages(total, config.parallel_config.pipeline_parallel_size)
+        # For what it refuses: nothing is loaded yet.
+        fingerprint_ahead(config.model_config.model, str(config.load_config.load_format))
         check_store(options.store, options.layers)
         _choose_classes(config)
     if config.shutdown_timeout == 0:

@@ -13,11 +13,11 @@ from typing import Any
 
 from stagetap.engine.environment import BINDING_ENV, cores_by_rank, is_cpu_build
 from stagetap.errors import Refused, StageTapError
+from stagetap.partition import PARTITION_ENV
 from stagetap.prompts import TokenPrompt
 from stagetap.stores.mooncake_uri import is_mooncake
 
 RUN_ID = "equivalence"
-PARTITION_ENV = "VLLM_PP_LAYER_PARTITION"
 
 _REFUSED, _ERROR = "stagetap: refused: ", "stagetap: error: "
 _SHOWN_LOG_LINES = 40

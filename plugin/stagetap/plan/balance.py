@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stagetap.equivalence.partition import stage_layers
 from stagetap.errors import Refused
+from stagetap.partition import stage_layers
 from stagetap.taps import STREAM_RESIDUAL, owned_ids
 
 WORTH_SAYING = 0.05

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stagetap.equivalence.partition import stage_layers
 from stagetap.errors import Refused
 from stagetap.manifest import DTYPE_ITEMSIZE
 from stagetap.options import ConnectorOptions
+from stagetap.partition import stage_layers
 from stagetap.plan.balance import Advice, Balance, better_partition
 from stagetap.plan.model import DecoderLayer, Model
 from stagetap.plan.parallel import Parallel
 from stagetap.plan.weights import KINDS, Kind, Weight
-from stagetap.taps import check_stage_count, owned_ids, validate_layer_ids
+from stagetap.taps import owned_ids, validate_layer_ids
 
 TOKEN_ID_BYTES = 8
 """``input_ids`` are int64, stored once a sample."""
@@ -165,7 +165,6 @@ def make_plan(
     """
     total = model.num_hidden_layers
     ids = validate_layer_ids(layer_ids, total)
-    check_stage_count(parallel.pp, total)
     bounds = stage_layers(total, parallel.pp, partition)
     sequence = sequence_tokens or model.max_len
     if sequence is None:

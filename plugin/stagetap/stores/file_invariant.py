@@ -15,11 +15,11 @@ from stagetap.stores.file_io import (
     scratch_path,
     write_scratch,
 )
-from stagetap.stores.file_layout import COMMITS, DELETES, INVARIANT_NAME, NONCES
+from stagetap.stores.file_layout import COMMITS, DELETES, INVARIANT_NAME, JOBS, NONCES
 from stagetap.stores.kind import decode_invariant, difference
 
 # A fresh file system brings the first one along; the others a start that was killed leaves behind.
-_HARMLESS = frozenset({"lost+found", COMMITS, DELETES, NONCES})
+_HARMLESS = frozenset({"lost+found", COMMITS, DELETES, JOBS, NONCES})
 
 
 def read_invariant(root: str) -> Invariant:

@@ -3,6 +3,7 @@
     DIR/stagetap.json                                   what must be equal for all writers
     DIR/commits/<writer>.jsonl                          one line a commit
     DIR/deletes/<writer>.jsonl                          one line a deletion
+    DIR/jobs/<run>.json                                 what `stagetap capture` was asked for
     DIR/nonces/<nonce>                                  proof that all processes share DIR
     DIR/<run>/<sample>/<attempt>/<stage>.safetensors    a fragment
     DIR/<run>/<sample>/<attempt>/error.<stage>.json     why an attempt failed
@@ -24,11 +25,12 @@ from stagetap.stores.base import SampleRef
 INVARIANT_NAME = "stagetap.json"
 COMMITS = "commits"
 DELETES = "deletes"
+JOBS = "jobs"
 NONCES = "nonces"
 LOG_SUFFIX = ".jsonl"
 FRAGMENT_SUFFIX = ".safetensors"
 # What lies at the top beside the runs.
-TOP_LEVEL = frozenset({INVARIANT_NAME, COMMITS, DELETES, NONCES})
+TOP_LEVEL = frozenset({INVARIANT_NAME, COMMITS, DELETES, JOBS, NONCES})
 
 _FRAGMENT_NAME = re.compile(r"\d+\.safetensors")
 _ERROR_NAME = re.compile(r"error(\.\d+)?\.json")

@@ -11,11 +11,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import stagetap.engine.session as session_module
 from stagetap.engine.session import Captured, Prompt
 from stagetap.errors import Refused, StageTapError
+from stagetap.fingerprint import weights_fingerprint
 from stagetap.manifest import token_digest
 from store_samples import Engine, tapped
 from unit.cli.commands import Command, Outcome
@@ -37,7 +39,10 @@ class StoreSession:
         cls.started.append({"model": model, **arguments})
         print("vLLM says hello on stdout")
         os.write(1, b"a worker says hello on stdout\n")
-        what = tapped(layer_ids=arguments["layers"])
+        dummy = arguments["engine_args"].get("load_format") == "dummy"
+        fingerprint = weights_fingerprint(Path(model), dummy_weights=dummy)
+        what = tapped(layer_ids=arguments["layers"], weights_fingerprint=fingerprint)
+        self._output_rows = max(0, arguments["include_output"] - 1)
         self._engine = Engine(Path(arguments["store"]), what, run=arguments["run_id"])
 
     def capture(self, prompts: Iterable[Prompt], in_flight: int = 16) -> Iterator[Captured]:
@@ -54,11 +59,14 @@ class StoreSession:
     def _store(self, sample_id: str, token_ids: list[int]) -> Captured:
         import msgspec
 
-        made = self._engine.publish(self._engine.ref(sample_id), len(token_ids))
-        made = msgspec.structs.replace(made, token_digest=token_digest(token_ids))
+        ids = np.array([*token_ids, *[1] * self._output_rows], np.int64)
+        made = self._engine.publish(self._engine.ref(sample_id), len(ids), ids=ids)
+        made = msgspec.structs.replace(
+            made, token_digest=token_digest(ids), prompt_token_count=len(token_ids)
+        )
         self._engine.committer.commit(made)
         size = sum(fragment.byte_size for fragment in made.fragments)
-        return Captured(sample_id, tokens=len(token_ids), bytes=size, error=None)
+        return Captured(sample_id, tokens=len(ids), bytes=size, error=None)
 
     def close(self) -> None:
         type(self).closed += 1
@@ -142,7 +150,7 @@ def test_the_engine_gets_what_was_asked_for(
     assert engine_args["block_size"] == 32
     assert engine_args["seed"] == "x"
     assert engine_args["dtype"] == "float32"
-    assert "5 samples captured, 15 tokens" in done.stdout
+    assert "5 samples captured, 30 tokens" in done.stdout
 
 
 def test_without_resume_a_run_that_exists_is_refused(
@@ -186,6 +194,82 @@ def test_resume_with_another_prompt_under_one_id_is_refused(
     done = capture("--resume")
     assert done.code == 2
     assert "line 1: sample 's3' is committed with another prompt" in done.stderr
+
+
+def test_resume_with_another_prompt_of_a_sample_with_output_is_refused(
+    capture: Command, sessions: type[StoreSession], prompt_file: Path
+) -> None:
+    output = ("--include-output", 4)
+    assert capture(*output).code == 0
+    assert capture(*output, "--resume", "--json").json["skipped"] == 5
+    prompt_file.write_text('{"prompt_token_ids": [9, 9, 9], "id": "s3"}\n')
+    done = capture(*output, "--resume")
+    assert done.code == 2
+    assert "line 1: sample 's3' is committed with another prompt" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--include-output", 8), "captured with --include-output 0, not with --include-output 8"),
+        (("--dtype", "float32"), "not with --include-output 0, dtype=float32; ask for the same"),
+        (("--engine-arg", "kv_cache_dtype=fp8"), "kv_cache_dtype=fp8; ask for the same"),
+    ],
+)
+def test_resume_that_asks_for_something_else_is_refused(
+    capture: Command,
+    sessions: type[StoreSession],
+    arguments: tuple[object, ...],
+    says: str,
+) -> None:
+    assert capture().code == 0
+    done = capture("--resume", *arguments)
+    assert done.code == 2
+    assert says in done.stderr
+    assert capture("--resume", "--dtype", "auto", "--pp", 2, "--json").json["skipped"] == 5
+    assert len(sessions.started) == 1
+
+
+def test_resume_with_another_model_is_refused(
+    capture: Command, sessions: type[StoreSession], checkpoint: Path
+) -> None:
+    assert capture().code == 0
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps({**config, "rope_theta": 12345.0}))
+    for arguments in (("--resume",), ("--run", "other")):
+        done = capture(*arguments)
+        assert done.code == 2
+        assert "holds samples of other weights" in done.stderr
+    assert len(sessions.started) == 1
+
+
+def test_a_run_that_no_capture_made_is_not_gone_on_with(
+    capture: Command, sessions: type[StoreSession], tmp_path: Path
+) -> None:
+    assert capture("--run", "served/1").code == 0
+    (note,) = (tmp_path / "out" / "jobs").iterdir()
+    text = note.read_text()
+    note.unlink()
+    done = capture("--resume", "--run", "served/1")
+    assert done.code == 2
+    assert "run 'served/1'" in done.stderr
+    assert "was not captured by `stagetap capture`" in done.stderr
+    note.write_text(text[:20])
+    assert "cannot be read" in capture("--resume", "--run", "served/1").stderr
+    note.write_text(text)
+    assert capture("--resume", "--run", "served/1").code == 0
+
+
+def test_a_partition_that_no_engine_starts_with(
+    capture: Command, sessions: type[StoreSession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for partition, says in (("1,4", "add up to the 6 layers"), ("6,0", "leaves stage 1 without")):
+        monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition)
+        done = capture("--pp", 2)
+        assert (done.code, sessions.started) == (2, [])
+        assert f"VLLM_PP_LAYER_PARTITION: partition {partition}" in done.stderr
+        assert says in done.stderr
+        assert "unset the variable" in done.stderr
 
 
 def test_other_layers_in_one_store_are_refused(

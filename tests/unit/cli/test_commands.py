@@ -16,8 +16,8 @@ from stagetap.cli.demo import LAYERS, PROMPTS, remove_earlier_demo
 from stagetap.cli.disk import SAMPLE_OVERHEAD_BYTES, DiskGuard
 from stagetap.cli.model_facts import ModelFacts, model_facts
 from stagetap.cli.output import human_bytes, print_json
-from stagetap.equivalence.partition import owners, stage_layers
 from stagetap.errors import Refused
+from stagetap.partition import owners, stage_layers
 from stagetap.prompts import read_prompt_file
 from unit.cli.commands import Command
 

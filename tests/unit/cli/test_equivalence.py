@@ -19,10 +19,10 @@ import stagetap.equivalence.prove as prove_module
 from stagetap.engine.environment import cores_by_rank
 from stagetap.equivalence.arms import Arm, run_arm, write_prompts
 from stagetap.equivalence.made_prompts import prompts_of_lengths
-from stagetap.equivalence.partition import stage_layers
 from stagetap.errors import Refused, StageTapError
 from stagetap.fingerprint import weights_fingerprint
 from stagetap.manifest import token_digest
+from stagetap.partition import stage_layers
 from stagetap.prompts import read_prompt_file, tokenize
 from store_samples import Engine, drain, job, manifest, owned, tapped, token_ids
 from unit.cli.commands import Command, Outcome
@@ -152,7 +152,7 @@ def test_equal_but_on_one_stage_is_no_proof(equivalence: Command, captures: Capt
         (["--pp", 1], LAYERS, "--pp 1 compares one stage with itself"),
         (["--pp", 2], "0,2,3", "all taps [0, 2, 3] fall on stage 0 at --pp 2"),
         (["--pp", 3], "6,5", "fall on stage 2 at --pp 3"),
-        (["--partition", "6,0"], LAYERS, "fall on stage 0"),
+        (["--partition", "6,0"], LAYERS, "leaves stage 1 without a decoder layer"),
         (["--partition", "3,2"], LAYERS, "add up to the 6 layers"),
         (["--partition", "x"], LAYERS, "write the number of layers of each stage"),
         (["--lengths", "0"], LAYERS, "0 is no length of a prompt"),

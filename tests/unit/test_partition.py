@@ -10,11 +10,17 @@ from typing import Any
 
 import pytest
 
-from stagetap.equivalence.partition import owners, parse_partition, stage_layers
 from stagetap.errors import Refused
+from stagetap.partition import (
+    PARTITION_ENV,
+    engine_stages,
+    owners,
+    parse_partition,
+    stage_layers,
+)
 from stagetap.taps import STREAM_MIXTURE
 
-LAYER_COUNTS = [6, 7, 30, 32, 35, 36, 37, 61, 93]
+LAYER_COUNTS = [8, 9, 30, 32, 35, 36, 37, 61, 93]
 STAGES = [1, 2, 3, 4, 6, 8]
 
 
@@ -52,9 +58,9 @@ def test_every_tap_has_one_owner(layers: int, pp: int) -> None:
 
 
 def test_an_uneven_partition() -> None:
-    stages = stage_layers(30, 3, [2, 0, 28])
-    assert stages == [(0, 2), (2, 2), (2, 30)]
-    assert owners(stages, [30, 2, 3, 0]) == {0: [0, 2], 2: [3, 30]}
+    stages = stage_layers(30, 3, [2, 1, 27])
+    assert stages == [(0, 2), (2, 3), (3, 30)]
+    assert owners(stages, [30, 2, 0]) == {0: [0, 2], 2: [30]}
 
 
 def test_the_mixture_moves_a_boundary_to_the_next_stage() -> None:
@@ -67,6 +73,29 @@ def test_the_mixture_moves_a_boundary_to_the_next_stage() -> None:
 def test_a_partition_that_does_not_fit(partition: list[int]) -> None:
     with pytest.raises(Refused, match="must have 2 parts that add up to the 30 layers"):
         stage_layers(30, 2, partition)
+
+
+@pytest.mark.parametrize(("partition", "stage"), [([0, 15, 15], 0), ([15, 0, 15], 1)])
+def test_a_stage_without_a_layer(partition: list[int], stage: int) -> None:
+    with pytest.raises(Refused, match=f"leaves stage {stage} without a decoder layer"):
+        stage_layers(30, 3, partition)
+
+
+def test_more_stages_than_layers() -> None:
+    assert len(stage_layers(6, 6)) == 6
+    with pytest.raises(Refused, match="7 pipeline stages are more than the model's 6"):
+        stage_layers(6, 7)
+
+
+def test_the_partition_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(PARTITION_ENV, raising=False)
+    assert engine_stages(6, 2) == [(0, 3), (3, 6)]
+    monkeypatch.setenv(PARTITION_ENV, "1,5")
+    assert engine_stages(6, 2) == [(0, 1), (1, 6)]
+    for text in ("1,4", "0,6", "2,2,2", "", "one"):
+        monkeypatch.setenv(PARTITION_ENV, text)
+        with pytest.raises(Refused, match=f"{PARTITION_ENV}: partition .* or unset the variable"):
+            engine_stages(6, 2)
 
 
 def test_reading_a_partition() -> None:
