@@ -32,7 +32,7 @@ def test_two_steps_from_a_file_store(store: Path, rows: Path, target: Path, tmp_
         *("--verifier-name-or-path", target, "--data-path", rows, "--train-data-ratio", "0.75"),
         *("--hidden-states-backend", "stagetap", "--stagetap-store", store),
         *("--stagetap-verify", "checksums", "--max-steps", "2", "--epochs", "1"),
-        *("--stagetap-min-loss-tokens", "10"),
+        *("--stagetap-min-loss-tokens", "10", "--stagetap-after-read", "remove"),
         *("--save-path", tmp_path / "draft", "--stagetap-metrics", tmp_path / "metrics"),
         cwd=tmp_path,
     )
@@ -46,6 +46,7 @@ def test_two_steps_from_a_file_store(store: Path, rows: Path, target: Path, tmp_
     assert [step["global_step"] for step in steps] == [0, 1]
     assert all(math.isfinite(step["train"]["loss"]) for step in steps)
     assert steps[0]["train"]["error_records"] == 0
+    assert len(open_dataset(store)) <= 2  # a row is a batch here, and was removed as it was read
 
 
 def test_a_dataset_that_no_backend_would_read(tmp_path: Path) -> None:
