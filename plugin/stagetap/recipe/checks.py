@@ -175,26 +175,38 @@ def check_blocks(recipe: Recipe, draft: Mapping[str, Any]) -> Finding:
 
 
 def check_lengths(recipe: Recipe) -> Finding:
-    """Whether a trainer's batch holds the longest sample."""
-    longest, room = recipe.engines.max_len, recipe.trainer.total_seq_len
+    """Whether the engines take rows as long as a trainer's batch, and a batch the longest sample.
+
+    A request needs room for one token of output, also when it ends with its prompt.
+    """
+    longest, batch = _longest_sample(recipe), recipe.trainer.total_seq_len
+    cure = None
+    if longest > batch:
+        cure = f"set trainer.total-seq-len to {longest}: longer samples would be cut"
+    elif longest < batch:
+        cure = f"set engines.max-len to {batch + 1}: longer rows would be refused"
     return Finding(
         "sample and batch",
-        f"a sample has up to {longest:,} tokens, a batch {room:,}",
-        f"set trainer.total-seq-len to {longest}: longer samples would be cut"
-        if longest > room
-        else None,
+        f"a sample has up to {longest:,} tokens (engines.max-len - 1), a row of "
+        f"trainer.total-seq-len {batch:,}",
+        cure,
     )
+
+
+def _longest_sample(recipe: Recipe) -> int:
+    return recipe.engines.max_len - 1
 
 
 def check_segments(recipe: Recipe, served: Served) -> Iterator[Finding]:
     """Whether the lent memory holds what is in flight, and as much is said to be in flight."""
     engines = recipe.engines
     tokens = recipe.expected.tokens_in_flight
-    running = len(engines.nodes) * engines.max_num_seqs * engines.max_len
+    longest = _longest_sample(recipe)
+    running = len(engines.nodes) * engines.max_num_seqs * longest
     yield Finding(
         "tokens in flight",
         f"engines hold up to {running:,} tokens ({len(engines.nodes)} x {engines.max_num_seqs} "
-        f"sequences of {engines.max_len:,}), expected in flight are {tokens:,}",
+        f"samples of {longest:,}), expected in flight are {tokens:,}",
         f"set expected.tokens-in-flight to at least {running}, or a lower engines.max-num-seqs"
         if running > tokens
         else None,

@@ -86,8 +86,14 @@ MIXTURE, PREFIX = "attn_res_mixture", "prefix_sum"
         (
             {"trainer__total_seq_len": 8191},
             "sample and batch",
-            ("8,192 tokens", "8,191"),
+            ("8,192 tokens", "total-seq-len 8,191"),
             "total-seq-len to 8192",
+        ),
+        (
+            {"engines__max_len": 8192},
+            "sample and batch",
+            ("8,191 tokens", "total-seq-len 8,192"),
+            "max-len to 8193",
         ),
         (
             {"expected__tokens_in_flight": 393_215},

@@ -83,7 +83,7 @@ def test_stagetap_serve_takes_the_engines(
         assert after(vllm, "--stagetap-layers") == "2,24,47,69,91,93"
         assert after(vllm, "--pipeline-parallel-size") == "2"
         assert after(vllm, "--tensor-parallel-size") == "8"
-        assert after(vllm, "--max-model-len") == "8192"
+        assert after(vllm, "--max-model-len") == "8193"
         assert after(vllm, "--max-num-seqs") == "24"
         assert ("--headless" in vllm) is start.role.endswith("node 1")
 
@@ -127,7 +127,7 @@ def test_the_plan_in_the_comments(stagetap: Command) -> None:
     assert (said["pp"], said["tp"]) == (engines["pp"], engines["tp"])
     weights = max(sum(stage["weight_bytes"].values()) for stage in said["stages"])
     assert f"up to {weights / 2**30:.1f} GiB of weights" in comments
-    sequences = said["kv_tokens"] // engines["max-len"]
+    sequences = said["kv_tokens"] // (engines["max-len"] - 1)
     assert f"room for {said['kv_tokens']:,} tokens, {sequences} sequences" in comments
     assert engines["max-num-seqs"] <= sequences
 
@@ -140,19 +140,20 @@ def test_the_arithmetic_in_the_comments() -> None:
     in_flight = document["expected"]["tokens-in-flight"]
     hidden, layers = config["hidden_size"], engines["layers"].split(",")
     token = len(layers) * hidden * 2 + 8
-    held = engines["max-num-seqs"] * engines["max-len"]
+    sample = engines["max-len"] - 1
+    held = engines["max-num-seqs"] * sample
     ranks = len(trainer["nodes"]) * trainer["gpus-per-node"]
     lent = len(trainer["nodes"]) * document["store"]["segment-bytes"]
     trained = 3_562_348_801 - config["vocab_size"] * hidden
-    ahead = 4 * 2 * engines["max-len"] * (token - 8)
+    ahead = 4 * 2 * sample * (token - 8)
     assert layers == [*map(str, spread(93, 5)), "93"]
     assert in_flight == 8 * 2 * held
     comments = RECIPE.read_text("utf-8")
     for number in (
         f"= {token:,} B",
-        f"{engines['max-len'] * token:,} B",
+        f"{sample * token:,} B",
         f"{held:,} tokens",
-        f"= {4 * hidden * 2 * engines['max-len']:,} B a GPU",
+        f"= {4 * hidden * 2 * 8192:,} B a GPU",
         f"hold {lent // token:,} tokens",
         f"{in_flight:,} tokens, is {in_flight * token:,} B: {100 * in_flight * token // lent} %",
         f"{trained:,} of them trained",
