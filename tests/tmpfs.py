@@ -2,7 +2,10 @@
 
 import os
 import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import pytest
 
 
 class Tmpfs:
@@ -26,3 +29,22 @@ class Tmpfs:
 
 def _run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def mount_tmpfs(tmp_path: Path) -> Iterator[Callable[[int], Tmpfs]]:
+    """Mount a tmpfs of so many MiB. Root ignores permission bits, but not a full or ro mount."""
+    if os.geteuid() != 0:
+        pytest.skip(f"mounting a tmpfs needs root, this is uid {os.geteuid()}")
+    mounted: list[Tmpfs] = []
+
+    def mount(size_mib: int) -> Tmpfs:
+        try:
+            mounted.append(Tmpfs(tmp_path / f"tmpfs-{len(mounted)}", size_mib))
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"this machine lets nobody mount a tmpfs: {error.stderr.strip()}")
+        return mounted[-1]
+
+    yield mount
+    for tmpfs in mounted:
+        tmpfs.unmount()

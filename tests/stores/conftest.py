@@ -1,14 +1,12 @@
 """Real directories, and file systems that are full or read-only."""
 
-import os
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from store_samples import Engine
-from tmpfs import Tmpfs
+from tmpfs import mount_tmpfs as mount_tmpfs
 
 
 @pytest.fixture
@@ -23,22 +21,3 @@ def engine(root: Path) -> Iterator[Engine]:
     engine = Engine(root)
     yield engine
     engine.close()
-
-
-@pytest.fixture
-def mount_tmpfs(tmp_path: Path) -> Iterator[Callable[[int], Tmpfs]]:
-    """Mount a tmpfs of so many MiB. Root ignores permission bits, but not a full or ro mount."""
-    if os.geteuid() != 0:
-        pytest.skip(f"mounting a tmpfs needs root, this is uid {os.geteuid()}")
-    mounted: list[Tmpfs] = []
-
-    def mount(size_mib: int) -> Tmpfs:
-        try:
-            mounted.append(Tmpfs(tmp_path / f"tmpfs-{len(mounted)}", size_mib))
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"this machine lets nobody mount a tmpfs: {error.stderr.strip()}")
-        return mounted[-1]
-
-    yield mount
-    for tmpfs in mounted:
-        tmpfs.unmount()

@@ -12,6 +12,7 @@ from checkpoints import tiny_checkpoint
 from stagetap.fingerprint import weights_fingerprint
 from stagetap.taps import ID_CONVENTION
 from store_samples import HIDDEN, LAYERS, Engine, tapped
+from tmpfs import mount_tmpfs as mount_tmpfs
 
 PROMPT_TOKENS = 5
 """Of every sample; what comes behind them counts as output."""

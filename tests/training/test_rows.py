@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -10,8 +11,10 @@ import torch
 from datasets import load_from_disk
 
 from stagetap import Refused, open_dataset
+from stagetap.errors import StoreError
 from stagetap.training.rows import write_rows
 from store_samples import Engine, token_ids
+from tmpfs import Tmpfs
 from training.conftest import PROMPT_TOKENS, Export
 
 
@@ -70,3 +73,30 @@ def test_a_folder_that_is_in_use_is_left_alone(store: Path, export: Export, tmp_
     with pytest.raises(Refused, match=r"notes is not an empty folder"):
         write_rows(open_dataset(store), tmp_path / "notes", "all", min_loss_tokens=1)
     assert [path.name for path in (tmp_path / "notes").iterdir()] == ["mine.txt"]
+
+
+def test_rows_that_cannot_be_written(
+    store: Path, export: Export, tmp_path: Path, mount_tmpfs: Callable[[int], Tmpfs]
+) -> None:
+    for seed in range(3):
+        export(f"s{seed}", 9, seed)
+    dataset = open_dataset(store)
+
+    def refused(folder: Path, said: str) -> None:
+        with pytest.raises(StoreError, match=rf"cannot write .*{folder}.*{said}"):
+            write_rows(dataset, folder, "all", min_loss_tokens=1)
+        assert not folder.exists()
+
+    file = tmp_path / "file"
+    file.touch()
+    refused(file / "rows", "ENOTDIR")
+    tmpfs = mount_tmpfs(1)
+    filler = tmpfs.path / "filler"
+    # Too little for the table, and for the counts behind it.
+    for left_bytes in (0, 4096, 8192, 12288):
+        filler.write_bytes(b"")
+        filler.write_bytes(bytes(tmpfs.free_bytes() - left_bytes))
+        refused(tmpfs.path / "rows", "free some space")
+    filler.unlink()
+    tmpfs.make_read_only()
+    refused(tmpfs.path / "rows", "EROFS")

@@ -21,6 +21,7 @@ from stagetap.cli.packages import missing_package
 from stagetap.cli.plan import plan_command
 from stagetap.cli.rows import rows_command
 from stagetap.cli.serve import serve_command
+from stagetap.cli.stdout import named_stdout
 from stagetap.cli.train import train_command
 from stagetap.cli.train_prompts import train_prompts_command
 from stagetap.cli.verify import verify_command
@@ -79,7 +80,8 @@ def main() -> None:
     exit code 2 for a refusal, 1 for any other error. ``STAGETAP_DEBUG=1`` shows the traceback.
     """
     try:
-        app(prog_name="stagetap")
+        with named_stdout():
+            app(prog_name="stagetap")
     except StageTapError as error:
         if os.environ.get(DEBUG_ENV) == "1":
             raise

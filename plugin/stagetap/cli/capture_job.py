@@ -21,7 +21,7 @@ from stagetap.engine.checkpoint import fingerprint_ahead
 from stagetap.errors import Refused
 from stagetap.partition import engine_stages
 from stagetap.prompts import TokenPrompt, check_lengths, check_token_ids
-from stagetap.stores.base import check_store, file_root
+from stagetap.stores.base import check_store, check_store_writable, file_root
 from stagetap.stores.file_jobs import CaptureNote
 from stagetap.taps import validate_layer_ids
 
@@ -149,6 +149,7 @@ class CaptureJob:
     def _run_engine(
         self, prompts: Sequence[TokenPrompt], guard: Room, committed: CommittedSamples | None
     ) -> tuple[Tally, float]:
+        check_store_writable(self.target.out)
         from stagetap.engine.session import CaptureSession
 
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

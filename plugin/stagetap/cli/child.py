@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from stagetap.errors import StageTapError
+from stagetap.stores.file_io import naming
 
 _END_SECONDS = 20.0
 
@@ -22,9 +23,11 @@ def run_module(
         environment: all of the child's; this process's when absent.
 
     Raises:
-        StageTapError: it failed; the message has its last words.
+        StageTapError: it failed; the message has its last words. Or the log cannot be written.
     """
-    with log.open("wb") as errors:
+    with naming("write", str(log)):
+        errors = log.open("wb")
+    with errors:
         child = subprocess.Popen(
             [sys.executable, "-m", module, *map(str, arguments)],
             env=environment,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from stagetap.cli.equivalence import show_layers, show_verdict
+from stagetap.cli.folders import temporary_folder, write_file
 from stagetap.cli.output import activity, human_bytes, results, table
 from stagetap.errors import Refused
 from stagetap.models import resolve_model
@@ -69,26 +69,28 @@ def demo_command(
     from stagetap.cli.tokenized import load_prompts
     from stagetap.equivalence.arms import Arm
     from stagetap.equivalence.prove import prove
+    from stagetap.stores.base import check_store_writable
 
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     model = resolve_model("smollm2")
     facts = model_facts(model)
     if facts.num_hidden_layers is None:
         raise Refused(f"{model} does not say how many layers it has; make it anew: ./justw setup")
+    check_store_writable(out)
     remove_earlier_demo(out)
     with (
-        tempfile.TemporaryDirectory(prefix="stagetap-demo-") as folder,
+        temporary_folder("stagetap-demo-") as folder,
         activity() as notify,
     ):
-        prompt_file = write_demo_prompts(Path(folder))
+        prompt_file = write_demo_prompts(folder)
         proof = prove(
             Arm(model=model, layers=LAYERS, pp=2, run_id=RUN_ID),
             load_prompts(prompt_file, model),
             facts.num_hidden_layers,
             candidate=out,
-            reference=Path(folder, "pp1"),
+            reference=folder / "pp1",
             reuse_reference=False,
-            scratch=Path(folder),
+            scratch=folder,
             notify=notify,
         )
         _show(proof, out)
@@ -99,7 +101,7 @@ def demo_command(
 def write_demo_prompts(folder: Path) -> Path:
     """A file of the demo's prompts, as ``stagetap capture`` takes it."""
     file = folder / "demo.jsonl"
-    file.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
+    write_file(file, "".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
     return file
 
 
@@ -109,7 +111,7 @@ def remove_earlier_demo(out: Path) -> None:
     Raises:
         Refused: something else is there.
     """
-    from stagetap.stores.file_io import SCRATCH_PREFIX
+    from stagetap.stores.file_io import SCRATCH_PREFIX, naming
     from stagetap.stores.file_layout import TOP_LEVEL
 
     if not out.exists() and not out.is_symlink():
@@ -120,7 +122,8 @@ def remove_earlier_demo(out: Path) -> None:
         for entry in out.iterdir()
     ):
         raise Refused(f"{out} holds something other than a demo's dataset; choose another --out")
-    shutil.rmtree(out)
+    with naming("remove", str(out)):
+        shutil.rmtree(out)
 
 
 def _show(proof: Proof, out: Path) -> None:

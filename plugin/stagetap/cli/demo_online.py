@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import typer
 
 from stagetap.cli.demo import LAYERS, PROMPTS, write_demo_prompts
+from stagetap.cli.folders import temporary_folder
 from stagetap.cli.output import activity, human_bytes, results, table
 from stagetap.errors import StageTapError
 from stagetap.models import resolve_model
@@ -38,11 +38,10 @@ def demo_online_command() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     arm = Arm(model=resolve_model("smollm2"), layers=LAYERS, pp=2, run_id=RUN_ID)
     with (
-        tempfile.TemporaryDirectory(prefix="stagetap-demo-") as name,
+        temporary_folder("stagetap-demo-") as folder,
         activity() as notify,
-        _store(Path(name, "store.log")) as store,
+        _store(folder / "store.log") as store,
     ):
-        folder = Path(name)
         prompts, reference = write_demo_prompts(folder), folder / "reference"
         notify("capturing to a directory, two stages: what is right")
         run_arm(arm, prompts, reference, folder / "reference.log")

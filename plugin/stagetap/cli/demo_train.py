@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stagetap.cli.interrupt import termination_interrupts
 from stagetap.cli.output import activity, results, table
 from stagetap.models import resolve_model
 
@@ -44,7 +45,7 @@ def demo_train_command(
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     method = EAGLE3 if eagle3 else DSPARK
     demo = Demo(resolve_model("smollm2"), out, method, epochs or method.epochs)
-    with activity() as notify:
+    with termination_interrupts(), activity() as notify:
         report = demo.run(notify)
     _show(report)
     if not report.passed:

@@ -15,7 +15,9 @@ import numpy as np
 
 from stagetap.cli.child import run_module
 from stagetap.cli.demo_train_prompts import held_out_prompts, training_prompts
+from stagetap.cli.folders import make_folder, write_file
 from stagetap.errors import Refused
+from stagetap.stores.file_io import naming
 from stagetap.training.loss_curve import LossCurve
 from stagetap.training.rows import METADATA_KEY
 
@@ -160,14 +162,15 @@ class Demo:
         for name in ("rows", method.name, f"{method.name}.png"):
             _remove(out / name)
         for folder in (out / "logs", self._folder):
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
         self._capture(notify)
         with self._timed("training", notify, f"training a {method.name} draft"):
             self._train("untrained", "--dry-run")
             self._train("trained", *self._reading())
         curve = self._curve()
         picture = out / f"{method.name}.png"
-        curve.draw(picture, f"SmolLM2-135M, {method.name}")
+        with naming("write", str(picture)):
+            curve.draw(picture, f"SmolLM2-135M, {method.name}")
         with self._timed("serving", notify, "decoding held-out prompts, without a draft and with"):
             served = {
                 name: self._serve(name, draft)
@@ -226,7 +229,7 @@ class Demo:
             }
             for prompt, answer in zip(prompts, result["outputs"], strict=True)
         ]
-        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_file(file, "".join(json.dumps(line) + "\n" for line in lines))
 
     def _train(self, name: str, *arguments: object) -> None:
         self._stagetap(
@@ -291,14 +294,14 @@ class Demo:
             "speculative_config": speculative_config,
         }
         spec_file, result_file = self._folder / f"{name}.json", self._folder / f"{name}-said.json"
-        spec_file.write_text(json.dumps(spec))
+        write_file(spec_file, json.dumps(spec))
         run_module(*("stagetap.cli.demo_train_engine", spec_file, result_file), log=self._log(name))
         return dict(json.loads(result_file.read_text("utf-8")))
 
     def _tokenized(self, file: Path, lines: Sequence[dict[str, Any]]) -> list[TokenPrompt]:
         from stagetap.cli.tokenized import load_prompts
 
-        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_file(file, "".join(json.dumps(line) + "\n" for line in lines))
         return load_prompts(file, self._model)
 
     def _captured(self) -> str:

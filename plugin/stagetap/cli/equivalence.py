@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,8 @@ from stagetap.cli.arguments import (
     TpOption,
     engine_arguments,
 )
+from stagetap.cli.folders import make_folder, temporary_folder
+from stagetap.cli.interrupt import termination_interrupts
 from stagetap.cli.output import activity, notes, print_json, results, table
 from stagetap.errors import Refused
 from stagetap.layer_choice import choose_layers
@@ -210,8 +211,9 @@ def _workplace(keep: Path | None) -> Iterator[Path]:
     if keep is not None:
         if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
             raise Refused(f"--keep {keep} is there and no empty folder; give a new one")
-        keep.mkdir(parents=True, exist_ok=True)
-        yield keep
+        make_folder(keep)
+        with termination_interrupts():
+            yield keep
         return
-    with tempfile.TemporaryDirectory(prefix="stagetap-equivalence-") as folder:
-        yield Path(folder)
+    with temporary_folder("stagetap-equivalence-") as folder:
+        yield folder

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from types import TracebackType
 from typing import Any
@@ -29,6 +29,23 @@ def end_now() -> None:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     os._exit(INTERRUPTED_EXIT)
+
+
+@contextmanager
+def termination_interrupts() -> Iterator[None]:
+    """In the main thread: SIGTERM ends the body as Ctrl-C does, so that it cleans up.
+
+    The default would leave its children and its folders behind.
+    """
+
+    def interrupt(signum: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class Interruption:

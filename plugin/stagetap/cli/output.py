@@ -12,6 +12,8 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.table import Column, Table
 
+from stagetap.cli.stdout import open_stdout
+
 _FILE_COLUMNS = 160
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
 
@@ -45,15 +47,17 @@ def stdout_kept_clean() -> Iterator[TextIO]:
     Yields the real stdout, for the command's own result.
     """
     sys.stdout.flush()
-    kept = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    copy = os.dup(1)
+    kept = open_stdout(copy, closefd=False)
     os.dup2(2, 1)
     try:
         with redirect_stdout(sys.stderr):
             yield kept
-    finally:
         kept.flush()
-        os.dup2(kept.fileno(), 1)
+    finally:
+        os.dup2(copy, 1)
         kept.close()
+        os.close(copy)
 
 
 @contextmanager

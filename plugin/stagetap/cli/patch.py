@@ -12,6 +12,7 @@ from rich.table import Table
 
 from stagetap import patchstack
 from stagetap.cli.arguments import JsonOption
+from stagetap.cli.folders import write_file
 from stagetap.cli.output import print_json
 from stagetap.cli.patch_port import SourcesOption, drift_command, rebase_command
 from stagetap.cli.patch_upstream import export_upstream
@@ -24,6 +25,7 @@ from stagetap.patchstack.series import Series, read_series, write_series
 from stagetap.patchstack.sources import files_at_hand, released_files
 from stagetap.patchstack.table import put_tables
 from stagetap.patchstack.workshop import build_repository, export_repository
+from stagetap.stores.file_io import naming
 
 app = typer.Typer(no_args_is_help=True, help="Apply, check and rework the patches to vLLM.")
 app.command("rebase")(rebase_command)
@@ -119,7 +121,9 @@ def export_command(
 def _export_series(folder: Path, as_json: bool) -> None:
     root = patches_root()
     series = export_repository(folder)
-    write_series(series, root / "vllm" / series.version)
+    target = root / "vllm" / series.version
+    with naming("write the series to", str(target)):
+        write_series(series, target)
     _write_tables(root)
     findings = [finding for folder in _series_folders(root) for finding in lint_folder(folder)]
     if as_json:
@@ -193,7 +197,7 @@ def _all_series(root: Path) -> list[Series]:
 
 def _write_tables(root: Path) -> None:
     readme = root / "README.md"
-    readme.write_text(put_tables(readme.read_text("utf-8"), _all_series(root)), "utf-8")
+    write_file(readme, put_tables(readme.read_text("utf-8"), _all_series(root)))
 
 
 def _report(findings: list[str]) -> None:

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from stagetap.cli.arguments import JsonOption
+from stagetap.cli.folders import write_file
 from stagetap.cli.output import activity, print_json, results, table
 from stagetap.errors import Refused
 from stagetap.patchstack.drift import describe, drift_rows, measure_drift, render_drift
@@ -21,6 +22,7 @@ from stagetap.patchstack.series import Series, read_series, write_series
 from stagetap.patchstack.sources import fetch_missing, released_files
 from stagetap.patchstack.table import put_block
 from stagetap.patchstack.workshop import export_repository
+from stagetap.stores.file_io import naming
 
 SourcesOption = Annotated[
     Path | None,
@@ -75,7 +77,8 @@ def rebase_command(
                 say(f"{one.patch}: {describe(one)}")
         finish_rebase(folder)
         rebased = export_repository(folder)
-        write_series(rebased, target)
+        with naming("write the series to", str(target)):
+            write_series(rebased, target)
     except BaseException:
         _remove(folder, work)
         raise
@@ -133,8 +136,9 @@ def drift_command(
             series, pristine, wanted, lambda version: released_files(version, cache), say
         )
     if write is not None:
-        text = put_block(write.read_text("utf-8"), "drift", render_drift(series, drift), str(write))
-        write.write_text(text, "utf-8")
+        with naming("read", str(write)):
+            text = write.read_text("utf-8")
+        write_file(write, put_block(text, "drift", render_drift(series, drift), str(write)))
     if as_json:
         fates = {version: [one.document() for one in column] for version, column in drift.items()}
         print_json({"from": series.version, "versions": fates})

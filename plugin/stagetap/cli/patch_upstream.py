@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from stagetap.cli.folders import make_folder, write_file
 from stagetap.cli.output import activity, print_json, results, table
 from stagetap.errors import Refused
 from stagetap.patchstack.locate import patches_root, pinned_versions
@@ -46,9 +47,9 @@ def export_upstream(
             parts = [*needs(patch, series), patch]
             tests = {part.name: read_tests(root, part) for part in parts}
             found.append(export_candidate(patch, series, pristine, tests, sign_off))
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     for one in found:
-        (out / one.name).write_bytes(one.data)
+        write_file(out / one.name, one.data)
     if as_json:
         print_json(
             {

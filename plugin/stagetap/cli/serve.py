@@ -77,7 +77,7 @@ def serve_command(
     from stagetap.engine.refusal import FRONT_END_ENV
     from stagetap.options import connector_options
     from stagetap.patchstack import require_applied
-    from stagetap.stores.base import check_store, store_address
+    from stagetap.stores.base import check_store, check_store_writable, store_address
 
     if as_json and not dry_run:
         raise Refused("--json describes a --dry-run; add --dry-run or drop --json")
@@ -90,6 +90,7 @@ def serve_command(
     connector_options({"layers": ids, "store": store, **further_options(_given(context.args))})
     hosts = _hosts(context.args, nnodes, node_rank, master_addr, master_port, watch_port, pp * tp)
     if not dry_run:
+        check_store_writable(store)
         require_applied()
     on_cpu_ranks = is_cpu_build() and pp * tp > 1
     command = [

@@ -15,6 +15,7 @@ from stagetap.engine.environment import BINDING_ENV, cores_by_rank, is_cpu_build
 from stagetap.errors import Refused, StageTapError
 from stagetap.partition import PARTITION_ENV
 from stagetap.prompts import TokenPrompt
+from stagetap.stores.file_io import naming
 from stagetap.stores.mooncake_uri import is_mooncake
 
 RUN_ID = "equivalence"
@@ -73,8 +74,11 @@ class Arm:
 
 
 def write_prompts(path: Path, prompts: Sequence[TokenPrompt]) -> None:
-    """Write prompts as token ids, so that both arms are given the very same ones."""
-    with path.open("w", encoding="utf-8") as file:
+    """Write prompts as token ids, so that both arms are given the very same ones.
+
+    Raises StoreError where the file cannot be written.
+    """
+    with naming("write", str(path)), path.open("w", encoding="utf-8") as file:
         for prompt in prompts:
             line = {
                 "id": prompt.sample_id,
@@ -92,9 +96,11 @@ def run_arm(arm: Arm, prompts: Path, out: str | Path, log: Path) -> dict[str, An
 
     Raises:
         Refused: the capture was refused, for the reason that it gave.
-        StageTapError: it failed, or a sample did.
+        StageTapError: it failed, or a sample did, or the log cannot be written.
     """
-    with log.open("wb") as errors:
+    with naming("write", str(log)):
+        errors = log.open("wb")
+    with errors:
         child = subprocess.Popen(
             arm.command(prompts, out),
             env=arm.environment(),

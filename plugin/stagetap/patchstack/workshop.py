@@ -16,6 +16,7 @@ from stagetap.patchstack.gitrun import Contents, git, write_files
 from stagetap.patchstack.locate import Package
 from stagetap.patchstack.patchfile import Patch, file_name
 from stagetap.patchstack.series import Lock, Pin, Series, series_digest, sha256
+from stagetap.stores.file_io import naming
 
 PRISTINE_TAG = "pristine"
 VERSION_KEY = "stagetap.vllmVersion"
@@ -64,12 +65,14 @@ def unlike_release(package: Package, files: Contents) -> list[str]:
 def build_repository(folder: Path, pristine: Contents, series: Series) -> None:
     """Make ``folder`` a repository of ``pristine`` with every patch as a commit.
 
-    Raises Refused when the folder is in use, GitError naming the patch that does not apply.
+    Raises Refused when the folder is in use, GitError naming the patch that does not apply,
+    StoreError where nothing can be written.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise Refused(f"{folder} is not empty; name a new folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    write_files(folder, pristine)
+    with naming("make a repository in", str(folder)):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_files(folder, pristine)
     git("init", "--quiet", "--initial-branch=series", "--template=", cwd=folder)
     settings = {"user.name": _AUTHOR[0], "user.email": _AUTHOR[1], VERSION_KEY: series.version}
     for key, value in {**settings, "core.autocrlf": "false"}.items():

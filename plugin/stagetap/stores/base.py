@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from stagetap.errors import Refused
+from stagetap.errors import Refused, StoreError
 from stagetap.manifest import Fragment, Layer, Manifest
 from stagetap.stores.mooncake_uri import is_mooncake
 
@@ -267,6 +267,21 @@ def check_store(uri: str | os.PathLike[str], layer_ids: tuple[int, ...]) -> None
     from stagetap.stores.file_invariant import check_usable
 
     check_usable(file_root(uri), layer_ids)
+
+
+def check_store_writable(uri: str | os.PathLike[str]) -> None:
+    """Refuse, before any engine starts, a directory that nothing can be written to.
+
+    Apart from :func:`check_store`, since who only looks does without. Raises Refused.
+    """
+    if is_mooncake(os.fspath(uri)):
+        return
+    from stagetap.stores.file_io import check_writable
+
+    try:
+        check_writable(file_root(uri))
+    except StoreError as error:
+        raise Refused(str(error)) from error
 
 
 def store_address(uri: str | os.PathLike[str]) -> str:

@@ -19,6 +19,7 @@ _MKDIR_TRIES = 10
 
 _CURES = {
     errno.ENOSPC: "free some space or choose a directory on another disk",
+    errno.EFBIG: "raise the limit of file sizes (ulimit -f) or choose another file system",
     errno.EDQUOT: "raise the quota or choose a directory on another disk",
     errno.EROFS: "choose a directory on a file system that is mounted writable",
     errno.EACCES: "give this user the right to it or choose another directory",
@@ -57,9 +58,10 @@ class naming:
         if isinstance(error, OSError):
             size = "" if self._size_bytes is None else f" ({self._size_bytes} bytes)"
             name = errno.errorcode.get(error.errno or 0, "unknown error")
+            reason = error.strerror or error
             cure = _CURES.get(error.errno or 0, "see the operating system's log")
             raise StoreError(
-                f"cannot {self._action} {self._path}{size}: {error.strerror} [{name}]: {cure}",
+                f"cannot {self._action} {self._path}{size}: {reason} [{name}]: {cure}",
                 path=self._path,
                 size_bytes=self._size_bytes,
             ) from error
@@ -138,6 +140,27 @@ def remove_directory_if_empty(path: str) -> bool:
             return False
         raise
     return True
+
+
+def check_writable(path: str) -> None:
+    """Raise StoreError where nothing can be made at or below this absolute path. Creates nothing.
+
+    For the seconds before a long start; a full disk shows only once something is written.
+    """
+    there = path
+    while not os.path.lexists(there):
+        there = os.path.dirname(there)
+    with naming("write to", path):
+        if not os.path.isdir(there):
+            raise _os_error(errno.ENOTDIR)
+        if os.statvfs(there).f_flag & os.ST_RDONLY:
+            raise _os_error(errno.EROFS)
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise _os_error(errno.EACCES)
+
+
+def _os_error(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
 
 
 def make_root(root: str) -> None:

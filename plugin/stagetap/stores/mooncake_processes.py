@@ -14,6 +14,7 @@ from typing import Self
 
 from stagetap.errors import StoreError
 from stagetap.processes import end_with_parent
+from stagetap.stores.file_io import naming
 from stagetap.stores.mooncake_package import find_program
 from stagetap.stores.mooncake_probe import probe_master
 
@@ -28,7 +29,8 @@ class Process:
     def __init__(self, name: str, command: Sequence[str], log: Path | None) -> None:
         """Start it. What it writes goes to the end of `log`, or to a file that is removed."""
         self.name = name
-        self._log = log.open("ab+") if log else tempfile.TemporaryFile()  # noqa: SIM115
+        with naming("write", str(log or tempfile.gettempdir())):
+            self._log = log.open("ab+") if log else tempfile.TemporaryFile()  # noqa: SIM115
         self._child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

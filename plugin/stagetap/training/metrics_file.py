@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from stagetap.errors import Refused
+from stagetap.stores.file_io import naming
 
 _LOGGER = "speculators.metrics"
 
@@ -30,10 +31,11 @@ class MetricsFile(logging.Handler):
             ) from error
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a report; what is none is passed over."""
+        """Write a report; what is none is passed over. Raises StoreError."""
         if isinstance(record.msg, Mapping):
-            self._file.write(json.dumps(record.msg) + "\n")
-            self._file.flush()
+            with naming("write", self._file.name):
+                self._file.write(json.dumps(record.msg) + "\n")
+                self._file.flush()
 
     def close(self) -> None:
         """Close the file."""

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from stagetap.errors import Refused
+from stagetap.errors import Refused, StoreError
 from stagetap.reader.dataset import HiddenStatesDataset
 from stagetap.reader.sample import Sample
-from stagetap.stores.file_io import listed
+from stagetap.stores.file_io import check_writable, listed, naming
+from stagetap.wording import one_line, shortened
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 LearnFrom = Literal["output", "all", "metadata"]
 
@@ -53,14 +58,15 @@ def write_rows(
     Raises:
         Refused: the folder is not empty, there would be no row, or a sample does not say where
             it is learnt from.
+        StoreError: the folder cannot be written; nothing of it is left.
         StageTapError: as reading a sample.
     """
     from datasets import Dataset
     from datasets.utils.logging import disable_progress_bar
-    from speculators.train.vocab_mapping import save_token_frequency_distribution
 
     if folder.exists() and (not folder.is_dir() or listed(str(folder))):
         raise Refused(f"{folder} is not an empty folder; choose another --out")
+    check_writable(str(folder.absolute()))
     rows = list(_rows(dataset, learn_from))
     kept = [row for row in rows if row.loss_tokens >= min_loss_tokens]
     if not kept:
@@ -76,14 +82,34 @@ def write_rows(
             "seq_len": [len(row.input_ids) for row in kept],
         }
     ).with_format("torch")
-    table.save_to_disk(folder)
-    save_token_frequency_distribution(table, folder / "token_freq.pt")
+    try:
+        _save(table, folder)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)  # what is half there would be in the way
+        raise
     return RowsReport(
         rows=len(kept),
         tokens=sum(len(row.input_ids) for row in kept),
         loss_tokens=sum(row.loss_tokens for row in kept),
         too_few=len(rows) - len(kept),
     )
+
+
+def _save(table: Dataset, folder: Path) -> None:
+    from speculators.train.vocab_mapping import save_token_frequency_distribution
+
+    with naming("write the rows to", str(folder)):
+        table.save_to_disk(folder)
+    counts = folder / "token_freq.pt"
+    try:
+        with naming("write", str(counts)):
+            save_token_frequency_distribution(table, counts)
+    except RuntimeError as error:  # what torch makes of a disk that is full
+        raise StoreError(
+            f"cannot write {counts}: {shortened(one_line(error), 200)}: free some space or choose "
+            "another --out",
+            path=str(counts),
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tmpfs import mount_tmpfs as mount_tmpfs
 from unit.cli.commands import Command, make_command
 
 
