@@ -207,10 +207,11 @@ def tiny_checkpoint(family: str, folder: Path, **sizes: Any) -> Path:
     import torch
     import transformers
 
-    made = FAMILIES[family]
+    made, seed = FAMILIES[family], zlib.crc32(family.encode())
+    torch.manual_seed(seed)  # the classes draw some values themselves, such as A_log
     config = getattr(transformers, made.config)(**made.arguments(sizes))
     model = getattr(transformers, made.model)(config)
-    randomize(model, zlib.crc32(family.encode()), made.gain)
+    randomize(model, seed, made.gain)
     model.to(torch.bfloat16).save_pretrained(folder)
     if made.in_config:
         path = folder / "config.json"
@@ -231,16 +232,17 @@ def randomize(model: Any, seed: int, gain: float) -> None:
 
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for tensor, std in _deviations(model, gain):
+        for name, tensor, std in _deviations(model, gain):
             noise = torch.randn(tensor.shape, generator=generator)
-            if tensor.ndim < 2:
+            # Scales are spread about what they are. GPT-OSS leaves its biases and sinks unset.
+            if tensor.ndim < 2 and name not in ("bias", "sinks"):
                 tensor.add_(noise * std)
             else:
                 tensor.copy_(noise * std)
 
 
-def _deviations(model: Any, gain: float) -> Iterator[tuple[Any, float]]:
-    """Every stored tensor of a model, tied ones once, with the deviation of its noise."""
+def _deviations(model: Any, gain: float) -> Iterator[tuple[str, Any, float]]:
+    """Every stored tensor of a model, tied ones once: its own name, and its noise's deviation."""
     from torch import nn
 
     seen = set()
@@ -252,10 +254,10 @@ def _deviations(model: Any, gain: float) -> Iterator[tuple[Any, float]]:
                 continue
             seen.add(tensor.data_ptr())
             if tensor.ndim < 2:
-                yield tensor, SPREAD
+                yield name, tensor, SPREAD
             elif isinstance(module, nn.Embedding):
-                yield tensor, EMBEDDING_STD
+                yield name, tensor, EMBEDDING_STD
             else:
                 # One expert of many is a matrix; what it sums up is its last dimension at most.
                 plain = tensor.ndim == 2 or not hasattr(module, "num_experts")
-                yield tensor, gain / (tensor[0].numel() if plain else tensor.shape[-1]) ** 0.5
+                yield name, tensor, gain / (tensor[0].numel() if plain else tensor.shape[-1]) ** 0.5

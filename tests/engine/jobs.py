@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from stagetap.engine.session import CaptureSession, EngineStopped, Prompt
 
 
@@ -112,8 +114,14 @@ def capture_outputs(
     return found
 
 
-def outlive_engine(session: CaptureSession, prompts: dict[str, list[int]]) -> dict[str, Any]:
-    """Kill the engine process after the first sample; how the capture ended, and how soon."""
+def outlive_engine(
+    session: CaptureSession, prompts: dict[str, list[int]], worker: int | None
+) -> dict[str, Any]:
+    """Kill the engine process, or one of its workers, after the first sample.
+
+    Returns how the capture ended, and how soon.
+    """
+    victim = engine_pid(session) if worker is None else worker_pid(session, worker)
     wanted = [Prompt(sample_id=name, token_ids=ids) for name, ids in prompts.items()]
     captured, killed_at = [], 0.0
     try:
@@ -121,7 +129,7 @@ def outlive_engine(session: CaptureSession, prompts: dict[str, list[int]]) -> di
             captured.append(done.sample_id)
             if len(captured) == 1:
                 killed_at = time.monotonic()
-                os.kill(engine_pid(session), signal.SIGKILL)
+                os.kill(victim, signal.SIGKILL)
     except EngineStopped as error:
         return {
             "captured": captured,
@@ -163,6 +171,16 @@ def engine_pid(session: CaptureSession) -> int:
     """The pid of the engine process of a session."""
     (process,) = session._engine.engine_core.resources.engine_manager.processes
     return process.pid
+
+
+def worker_pid(session: CaptureSession, stage: int) -> int:
+    """The pid of the worker of a stage, by the title that vLLM gives it."""
+    (worker,) = (
+        child
+        for child in psutil.Process(engine_pid(session)).children(recursive=True)
+        if f"Worker_PP{stage}" in "".join(child.cmdline())
+    )
+    return worker.pid
 
 
 def generate(session: CaptureSession, prompts: list[list[int]], export: bool) -> dict[str, Any]:

@@ -30,14 +30,25 @@ def session_of(checkpoint: Callable[..., str], store: Path) -> dict[str, Any]:
     }
 
 
-def test_a_killed_engine_ends_the_capture(
-    checkpoint: Callable[..., str], stores: Callable[[str], Path]
+@pytest.mark.parametrize(
+    ("worker", "says"),
+    [
+        (None, "ended without a word"),
+        pytest.param(1, "died unexpectedly (exit code: -9)", marks=pytest.mark.full),
+    ],
+)
+def test_a_killed_process_ends_the_capture(
+    checkpoint: Callable[..., str], stores: Callable[[str], Path], worker: int | None, says: str
 ) -> None:
     store = stores("killed")
     prompts = {str(n): ids for n, ids in enumerate(random_prompts([20] * 50))}
-    arm = Arm("engine.jobs:outlive_engine", session_of(checkpoint, store), {"prompts": prompts})
+    arm = Arm(
+        "engine.jobs:outlive_engine",
+        session_of(checkpoint, store),
+        {"prompts": prompts} | {"worker": worker},
+    )
     ended = arm.run()
-    assert "ended without a word" in ended["error"]
+    assert says in ended["error"]
     assert ended["seconds"] < 30
     committed = open_dataset(store, verify=True)
     assert set(ended["captured"]) <= set(committed.sample_ids) < set(prompts)

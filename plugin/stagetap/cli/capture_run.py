@@ -134,4 +134,4 @@ class CaptureRun:
         )
 
     def _kept(self) -> str:
-        return f"the {self.tally.samples} samples committed so far stay"
+        return f"what is committed stays, {self.tally.samples} samples at least"

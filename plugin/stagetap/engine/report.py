@@ -24,6 +24,10 @@ REPORT_FILE_ENV = "STAGETAP_REPORT_FILE"
 _REFUSED, _CAUSE = "refused: ", "cause: "
 _CAUSE_CHARACTERS = 300
 
+# vLLM's executor about a worker that raised nothing. What it raises itself thereafter is
+# "cancelled", in another process.
+_DIED, _KILLED = "died unexpectedly", "exit code: -9"
+
 
 class EngineReport:
     """The notes of one engine's processes, in ``file``."""
@@ -36,7 +40,7 @@ class EngineReport:
         return self._first(_REFUSED)
 
     def cause(self) -> str | None:
-        """The exception that was logged first."""
+        """The exception, or the death of a process, that was logged first."""
         return self._first(_CAUSE)
 
     def forget(self) -> None:
@@ -71,7 +75,7 @@ def note_refusal(error: StageTapError) -> bool:
 
 
 def watch_log() -> None:
-    """Note every exception that vLLM logs in this process, if a command has named a file."""
+    """Note exceptions and deaths that vLLM logs in this process, if a command has named a file."""
     logger = logging.getLogger("vllm")
     if REPORT_FILE_ENV in os.environ and not any(
         isinstance(handler, _CauseHandler) for handler in logger.handlers
@@ -83,9 +87,13 @@ class _CauseHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
         if error is not None:
-            _note(
-                _CAUSE, shortened(f"{type(error).__name__}: {one_line(error)}", _CAUSE_CHARACTERS)
-            )
+            cause = f"{type(error).__name__}: {one_line(error)}"
+        elif _DIED in (cause := record.getMessage()):
+            if _KILLED in cause:
+                cause += " It was killed; out of memory?"
+        else:
+            return
+        _note(_CAUSE, shortened(cause, _CAUSE_CHARACTERS))
 
 
 def _note(kind: str, text: str) -> bool:

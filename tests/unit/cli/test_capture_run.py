@@ -143,7 +143,8 @@ def test_an_engine_that_dies_by_itself(died: Exception) -> None:
     disk = Disk(10**9)
     run = CaptureRun(FakeSession(disk, raises=died), prompts(9), disk.guard())
     with pytest.raises(
-        StageTapError, match=r"^the engine stopped: no memory; the 2 samples committed .* --resume"
+        StageTapError,
+        match=r"^the engine stopped: no memory; what is committed stays, 2 samples .* --resume",
     ):
         run.run(in_flight=1)
     assert run.tally.samples == 2
@@ -152,6 +153,8 @@ def test_an_engine_that_dies_by_itself(died: Exception) -> None:
 def test_a_prompt_that_the_engine_refuses_is_named_by_line() -> None:
     disk = Disk(10**9)
     run = CaptureRun(FakeSession(disk, raises=Refused("too long")), prompts(9), disk.guard())
-    with pytest.raises(StageTapError, match="line 3: too long; the 2 samples") as raised:
+    with pytest.raises(
+        StageTapError, match="line 3: too long; what is committed stays, 2 samples"
+    ) as raised:
         run.run(in_flight=1)
     assert not isinstance(raised.value, Refused)

@@ -46,6 +46,18 @@ def test_the_first_exception_is_the_cause(vllm_log: logging.Logger) -> None:
     assert REPORT_FILE_ENV not in os.environ
 
 
+def test_a_worker_that_died_is_the_cause(vllm_log: logging.Logger) -> None:
+    with engine_report() as report:
+        watch_log()
+        said = "Worker proc %s died unexpectedly (exit code: %s), shutting down executor."
+        logging.getLogger("vllm.v1.executor").error(said, "VllmWorker-1", -9)
+        log("cancelled")
+        assert report.cause() == (
+            "Worker proc VllmWorker-1 died unexpectedly (exit code: -9), shutting down executor. "
+            "It was killed; out of memory?"
+        )
+
+
 def test_nobody_listens_where_no_command_waits(vllm_log: logging.Logger) -> None:
     handlers = list(vllm_log.handlers)
     watch_log()
