@@ -5,6 +5,7 @@ dropped row or a foreign column is seen.
 """
 
 import itertools
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -168,8 +169,8 @@ class Engine:
         )
 
     def ref(self, sample_id: str) -> SampleRef:
-        """A fresh attempt."""
-        attempt = f"attempt-{next(_attempts)}"
+        """A fresh attempt, in all processes of a test."""
+        attempt = f"attempt-{os.getpid()}-{next(_attempts)}"
         return SampleRef(run_id=self.run, sample_id=sample_id, attempt=attempt)
 
     def publish(
@@ -183,7 +184,7 @@ class Engine:
                 made = replace(made, token_ids=ids)
             self.publisher.submit(made)
         reports = drain(self.publisher, len(stages))
-        assert [report.error for report in reports] == [None] * len(stages)
+        assert [report.error for report in reports] == [None] * len(stages), reports
         fragments = [report.fragment for report in reports if report.fragment is not None]
         return manifest(self.tapped, ref, fragments, tokens, seed)
 
