@@ -7,11 +7,10 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing import resource_tracker
 from types import TracebackType
 from typing import Any
 
-from stagetap.processes import descendants
+from stagetap.processes import descendants, start_tracker
 
 INTERRUPTED_EXIT = 130
 
@@ -79,7 +78,7 @@ class Interruption:
 
     def __enter__(self) -> Interruption:
         # Started later, it would unblock SIGINT for us.
-        resource_tracker.ensure_running()
+        start_tracker()
         self._noted, self._note = os.pipe()
         os.set_blocking(self._note, False)
         # Whichever thread the signal hits, it is noted at once; a handler would have to wait for

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from importlib.metadata import PackageNotFoundError, version
 
+from stagetap.processes import WARNINGS_ENV, warnings_but_of_tracker
+
 READ_AT_IMPORT = ("VLLM_USE_V2_MODEL_RUNNER", "TRITON_INTERPRET")
 """Those that do nothing once vLLM is imported."""
 
@@ -33,7 +35,8 @@ def engine_environment(pp: int, tp: int, hosts: int = 1) -> dict[str, str]:
         wanted["VLLM_CPU_KVCACHE_SPACE"] = "1"
         if pp * tp > 1:
             wanted[BINDING_ENV] = cores_by_rank(pp * tp // hosts)
-    return {name: os.environ.get(name, value) for name, value in wanted.items()}
+    kept = {name: os.environ.get(name, value) for name, value in wanted.items()}
+    return {**kept, WARNINGS_ENV: warnings_but_of_tracker()}
 
 
 def cores_by_rank(ranks: int, of: int | None = None) -> str:

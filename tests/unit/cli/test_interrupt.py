@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from stagetap.cli.interrupt import INTERRUPTED_EXIT, Interruption
+from stagetap.processes import warnings_but_of_tracker
 
 
 class Pressed:
@@ -117,8 +118,13 @@ if __name__ == "__main__":
 )
 def test_the_end_takes_the_processes_along(sent: signal.Signals, started: list[str]) -> None:
     command = [sys.executable, "-c", CHILDREN, *started]
+    environment = {**os.environ, "PYTHONWARNINGS": warnings_but_of_tracker()}  # a child's options
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
     ) as parent:
         assert parent.stdout is not None
         assert parent.stderr is not None
@@ -131,3 +137,62 @@ def test_the_end_takes_the_processes_along(sent: signal.Signals, started: list[s
     while is_running(child):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("given", [None, "default", "error::DeprecationWarning"])
+@pytest.mark.parametrize(
+    "opened", ["Interruption()", "os.environ.update(engine_environment(2, 1))"]
+)
+def test_what_a_killed_engine_leaves_is_no_last_word(given: str | None, opened: str) -> None:
+    code = (
+        "import multiprocessing, os, signal, sys\n"
+        "from multiprocessing import shared_memory\n"
+        "from stagetap.cli.interrupt import Interruption\n"
+        "from stagetap.engine.environment import engine_environment\n"
+        f"opened = {opened}\n"
+        "if opened: opened.__enter__()\n"
+        "context = multiprocessing.get_context('spawn')\n"
+        "left = context.Semaphore(), shared_memory.SharedMemory(create=True, size=1)\n"
+        "print(os.environ['PYTHONWARNINGS'])\n"
+        "print('the cause', file=sys.stderr, flush=True)\n"
+        "sys.stdout.flush()\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    environment = {name: said for name, said in os.environ.items() if name != "PYTHONWARNINGS"}
+    if given is not None:
+        environment["PYTHONWARNINGS"] = given
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    assert done.stderr == "the cause\n"
+    silent = "ignore::UserWarning:multiprocessing.resource_tracker"
+    assert done.stdout == (f"{given},{silent}\n" if given else f"{silent}\n")
+
+
+def test_sigterm_cleans_up(tmp_path: Path) -> None:
+    code = (
+        "import time\n"
+        "from stagetap import cli\n"
+        "from stagetap.cli.folders import temporary_folder\n"
+        "def app(**_):\n"
+        "    with temporary_folder('stagetap-test-') as folder:\n"
+        "        (folder / 'file').touch()\n"
+        "        time.sleep(60)\n"
+        "cli.app = app\n"
+        "cli.main()\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 30
+    while not list(tmp_path.glob("stagetap-test-*/file")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    child.terminate()
+    assert child.communicate(timeout=30) == ("", "stagetap: interrupted\n")
+    assert child.returncode == INTERRUPTED_EXIT
+    assert os.listdir(tmp_path) == []
