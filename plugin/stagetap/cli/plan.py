@@ -16,6 +16,7 @@ from stagetap.layer_choice import choose_layers
 from stagetap.models import resolve_model
 from stagetap.partition import PARTITION_ENV, parse_partition, stage_layers
 from stagetap.plan.weights import KINDS
+from stagetap.taps import STREAM_MIXTURE, STREAM_PREFIX_SUM, STREAM_RESIDUAL
 from stagetap.wording import counted, shortened
 
 if TYPE_CHECKING:
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
 
     from stagetap.plan.stages import Plan, Stage
 
+_MEANING = {
+    STREAM_RESIDUAL: "the residual stream after decoder layer k-1",
+    STREAM_PREFIX_SUM: "the prefix sum after decoder layer k-1",
+    STREAM_MIXTURE: "the mixture that decoder layer k reads",
+}
 _GIB = 2**30
 _MOST_GIB = 2**20
 _BORDER, _COLUMN_FRAME = 1, 3  # characters
@@ -44,6 +50,14 @@ def plan_command(
         typer.Option(
             "--partition",
             help=f"Layers of each stage, such as 10,20; default: {PARTITION_ENV}, else even.",
+        ),
+    ] = None,
+    stream: Annotated[
+        str | None,
+        typer.Option(
+            "--stream",
+            help=f"Of Kimi-K3: {STREAM_PREFIX_SUM} (default) or {STREAM_MIXTURE}, which a tap at "
+            "a cut moves to the next stage.",
         ),
     ] = None,
     dtype: Annotated[
@@ -108,6 +122,7 @@ def plan_command(
         described,
         choose_layers(layers, described.num_hidden_layers),
         Parallel(pp=pp, tp=tp, expert_parallel=expert_parallel),
+        stream=stream,
         partition=_partition(partition, pp, described.num_hidden_layers),
         kv_cache_dtype=kv_cache_dtype,
         sequence_tokens=max_len,
@@ -178,8 +193,8 @@ def _show(plan: Plan, name: str) -> None:
     )
     say(
         f"{counted(plan.parallel.pp, 'stage')} of {counted(plan.parallel.tp, 'GPU')}{experts}; "
-        f"taps {','.join(map(str, plan.layer_ids))}: id k is the residual stream after decoder "
-        f"layer k-1, 0 the embedding output, {total} the last one, un-normed"
+        f"taps {','.join(map(str, plan.layer_ids))}: id k is {_MEANING[plan.stream]}, 0 the "
+        f"embedding output, {total} the last one, un-normed"
     )
     for columns in (_weights(plan), _memory(plan)):
         for rows in _tables(columns, console.width):

@@ -38,6 +38,7 @@ def plan_document(plan: Plan, name: str) -> dict[str, Any]:
         "quantization": model.quantization.method,
         "kv_cache_dtype": plan.kv_cache_dtype,
         "layer_ids": list(plan.layer_ids),
+        "stream": plan.stream,
         "roles": {str(layer): role_of(layer, total) for layer in plan.layer_ids},
         "id_convention": ID_CONVENTION,
         "pp": plan.parallel.pp,

@@ -28,6 +28,7 @@ from stagetap.plan.feed_forward import DenseBlock, ExpertBlock, FeedForward
 from stagetap.plan.parallel import Parallel
 from stagetap.plan.quantization import Quantization, read_quantization
 from stagetap.plan.weights import Weight, replicated, vector
+from stagetap.taps import STREAM_MIXTURE, STREAM_PREFIX_SUM, STREAM_RESIDUAL
 from stagetap.wording import shortened, shown
 
 CHECKED_TYPES = frozenset(
@@ -176,6 +177,7 @@ class Model:
         may_be_longer: vLLM derives a longest sequence of its own from how positions are scaled.
         layers: the N decoder layers.
         end_vectors: vectors as wide as the model behind the last layer.
+        attention_residuals: its layers read mixtures, as those of Kimi-K3.
         ends_everywhere: which of embedding, head and norm every stage holds.
         quantization: of the weights.
         remarks: what the plan had to estimate or leave out.
@@ -190,9 +192,17 @@ class Model:
     may_be_longer: bool
     layers: tuple[DecoderLayer, ...]
     end_vectors: int
+    attention_residuals: bool
     ends_everywhere: frozenset[str]
     quantization: Quantization
     remarks: tuple[str, ...]
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """What its taps can be of."""
+        if self.attention_residuals:
+            return (STREAM_PREFIX_SUM, STREAM_MIXTURE)
+        return (STREAM_RESIDUAL,)
 
     @property
     def num_hidden_layers(self) -> int:
@@ -311,6 +321,7 @@ def _read(found: Completed, dtype: str | None) -> Model:
         may_be_longer=positions_are_scaled(values),
         layers=layers,
         end_vectors=3 if residuals else 1,
+        attention_residuals=residuals,
         ends_everywhere=_ENDS_EVERYWHERE.get(model_type, frozenset()),
         quantization=quantization,
         remarks=tuple(remarks),

@@ -14,6 +14,7 @@ from stagetap.plan.model import DecoderLayer, Model
 from stagetap.plan.parallel import Parallel
 from stagetap.plan.weights import KINDS, Kind, Weight
 from stagetap.taps import owned_ids, validate_layer_ids
+from stagetap.wording import shown
 
 TOKEN_ID_BYTES = 8
 """``input_ids`` are int64, stored once a sample."""
@@ -91,6 +92,7 @@ class Plan:
 
     Attributes:
         layer_ids: in the order asked.
+        stream: what they are of.
         kv_cache_dtype: as asked; ``auto`` is the model's dtype.
         sequence_tokens: length of the sequences that capacities are told for.
         batched_tokens: tokens of one step, which size the capture buffers.
@@ -106,6 +108,7 @@ class Plan:
     parallel: Parallel
     partition: tuple[int, ...]
     layer_ids: tuple[int, ...]
+    stream: str
     kv_cache_dtype: str
     sequence_tokens: int
     batched_tokens: int
@@ -144,6 +147,7 @@ def make_plan(
     layer_ids: Sequence[int],
     parallel: Parallel,
     *,
+    stream: str | None = None,
     partition: Sequence[int] | None = None,
     kv_cache_dtype: str = "auto",
     sequence_tokens: int | None = None,
@@ -153,6 +157,8 @@ def make_plan(
     """Plan a capture.
 
     Args:
+        stream: what taps are of, one of the model's ``streams`` and the first when absent: it says
+            which stage owns a tap at a cut.
         partition: layers of every stage; vLLM's even split when absent.
         kv_cache_dtype: as vLLM's ``--kv-cache-dtype``.
         sequence_tokens: length of the sequences that capacities are told for; the model's longest
@@ -161,10 +167,16 @@ def make_plan(
         budget: of a GPU; without one no capacities are told.
 
     Raises:
-        Refused: ids, stages or partition do not fit the model, or a dimension does not divide.
+        Refused: ids, stream, stages or partition do not fit the model, or a dimension does not
+            divide.
     """
     total = model.num_hidden_layers
     ids = validate_layer_ids(layer_ids, total)
+    stream = stream or model.streams[0]
+    if stream not in model.streams:
+        raise Refused(
+            f"stream {shown(stream)}: this model's taps are of {' or '.join(model.streams)}"
+        )
     bounds = stage_layers(total, parallel.pp, partition)
     sequence = sequence_tokens or model.max_len
     if sequence is None:
@@ -180,6 +192,7 @@ def make_plan(
     planner = _Planner(
         model=model,
         parallel=parallel,
+        stream=stream,
         layers=tuple(_layer(model, index, parallel, kv_itemsize) for index in range(total)),
         sequence_tokens=sequence,
         batched_tokens=batched_tokens,
@@ -192,6 +205,7 @@ def make_plan(
         parallel=parallel,
         partition=tuple(end - start for start, end in bounds),
         layer_ids=ids,
+        stream=stream,
         kv_cache_dtype=kv_cache_dtype,
         sequence_tokens=sequence,
         batched_tokens=batched_tokens,
@@ -248,6 +262,7 @@ class _Planner:
 
     model: Model
     parallel: Parallel
+    stream: str
     layers: tuple[_Layer, ...]
     sequence_tokens: int
     batched_tokens: int
@@ -266,7 +281,7 @@ class _Planner:
     def stage(self, index: int, start: int, end: int, asked: Sequence[int]) -> Stage:
         """One stage of this plan."""
         own = self.layers[start:end]
-        ids = owned_ids(start, end, asked, len(self.layers))
+        ids = owned_ids(start, end, asked, len(self.layers), self.stream)
         weight_bytes = self._outer_bytes(index)
         for kind in KINDS:
             weight_bytes[kind] += sum(one.weight_bytes[kind] for one in own)
@@ -312,6 +327,7 @@ class _Planner:
                 layer_ids=asked,
                 tap_block_bytes=self.tap_bytes * self.sequence_tokens,
                 tap_fixed_bytes=self.buffer_bytes,
+                stream=self.stream,
             )
         )
 

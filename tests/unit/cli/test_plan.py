@@ -11,6 +11,8 @@ import pytest
 from unit.cli.commands import Command
 from unit.plan.targets import LLAMA, ROOT
 
+KIMI_K3 = ROOT / "configs" / "targets" / "kimi-k3"
+
 
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
@@ -106,6 +108,19 @@ def test_numbers_beyond_any_engine_are_refused(
         done = stagetap("plan", target, "--layers", "2", "--gpu-memory-gib", 1, option, value)
         assert done.code == 2
         assert f"'{option}'" in done.stderr
+
+
+def test_the_stream_says_who_owns_a_tap_at_a_cut(stagetap: Command, target: Path) -> None:
+    def owners(*arguments: str) -> list[list[int]]:
+        done = stagetap("plan", KIMI_K3, "--pp", 2, "--layers", "2,47,93", "--json", *arguments)
+        return [stage["layer_ids"] for stage in done.json["stages"]]
+
+    assert owners() == owners("--stream", "prefix_sum") == [[2, 47], [93]]
+    assert owners("--stream", "attn_res_mixture") == [[2], [47, 93]]
+    for model, stream in ((KIMI_K3, "residual"), (target, "prefix_sum"), (target, "mixture")):
+        done = stagetap("plan", model, "--layers", "2", "--stream", stream)
+        assert done.code == 2
+        assert f"stream '{stream}': this model's taps are of" in done.stderr
 
 
 def test_the_partition_is_vllms(
