@@ -18,14 +18,14 @@ MAX_SIZE = 2**31 - 1
 MAX_LAYERS = 1000
 """The deepest released models have not two hundred; beyond this a number is taken for a mistake."""
 
-_CURE = "give the config.json that the model was released with"
+CURE = "give the config.json that the model was released with"
 
 
 class MissingSize(Refused):
     """A size is absent; whoever knows whose it is says what to do about it."""
 
     def __str__(self) -> str:
-        return f"{super().__str__()}; {_CURE}"
+        return f"{super().__str__()}; {CURE}"
 
     @property
     def missing(self) -> str:
@@ -46,7 +46,7 @@ class ConfigValues:
 
     def __init__(self, config: Any, where: str = "config.json"):
         if not isinstance(config, Mapping):
-            raise Refused(f"{where} is {shown(config)}, not an object; {_CURE}")
+            raise Refused(f"{where} is {shown(config)}, not an object; {CURE}")
         self._config = config
         self.where = where
 
@@ -175,7 +175,7 @@ class ConfigValues:
     def wrong(self, name: str, expected: str) -> Refused:
         """What to raise for a value that is not as it must be."""
         return Refused(
-            f"{self.where}: {name} is {shown(self._config.get(name))}, not {expected}; {_CURE}"
+            f"{self.where}: {name} is {shown(self._config.get(name))}, not {expected}; {CURE}"
         )
 
     def _positive(self, name: str, most: int, listed: bool = False) -> int:
@@ -239,6 +239,32 @@ def said_dtype(values: ConfigValues, outer: ConfigValues) -> str | None:
         ),
         None,
     )
+
+
+VLLM_DTYPES = {
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "half": "float16",
+    "float32": "float32",
+    "float": "float32",
+}
+"""What vLLM's ``--dtype`` may name -> the dtype that it means."""
+
+
+def asked_dtype(asked: Any) -> str | None:
+    """The dtype that vLLM's ``--dtype`` names; None where ``auto`` leaves it to the checkpoint.
+
+    Raises:
+        Refused: it names none of vLLM's.
+    """
+    if asked in (None, "auto"):
+        return None
+    if not isinstance(asked, str) or asked not in VLLM_DTYPES:
+        raise Refused(
+            f"dtype {shown(asked)} is none that vLLM knows; use auto or one of "
+            f"{', '.join(VLLM_DTYPES)}"
+        )
+    return VLLM_DTYPES[asked]
 
 
 def _is_integer(value: Any) -> bool:

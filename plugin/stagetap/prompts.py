@@ -140,6 +140,7 @@ def check_lengths(
     ``max(1, include_output)``.
     """
     output = max(1, include_output)
+    needed = f"{output} of output" if include_output else "the one that the engine makes of each"
     too_long = [prompt for prompt in prompts if len(prompt.token_ids) + output > max_len]
     if too_long:
         first = too_long[0]
@@ -147,7 +148,7 @@ def check_lengths(
         more = f" (and lines {', '.join(others)}{', ...' if len(too_long) > 6 else ''})"
         raise Refused(
             f"{path}, line {first.number}{more if others else ''}: {len(first.token_ids)} tokens "
-            f"and {output} of output exceed the longest sequence of {max_len} tokens; shorten the "
+            f"and {needed} exceed the longest sequence of {max_len} tokens; shorten the "
             "prompt, or raise --max-len where the model allows it"
         )
 

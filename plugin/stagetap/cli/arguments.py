@@ -63,3 +63,41 @@ def engine_arguments(given: Sequence[str] | None) -> dict[str, Any]:
         except ValueError:
             arguments[name] = value  # plain text
     return arguments
+
+
+def agreed(arguments: dict[str, Any], name: str, option: str, said: Any) -> Any:
+    """What an option and the engine argument of the same meaning say together.
+
+    The argument is taken out of ``arguments``.
+
+    Args:
+        name: of vLLM's ``EngineArgs``.
+        option: as the command has it.
+        said: its value; None where it is not given.
+
+    Raises:
+        Refused: they differ.
+    """
+    if name not in arguments:
+        return said
+    given = arguments.pop(name)
+    if said is not None and (type(given), given) != (type(said), said):
+        raise Refused(
+            f"{option} {said} and --engine-arg {name}={shown(given)} differ; say {option} alone"
+        )
+    return given
+
+
+def agreed_max_len(arguments: dict[str, Any], max_len: int | None) -> int | None:
+    """The same of ``--max-len``. What is no length stays an argument: vLLM reads or refuses it."""
+    given = agreed(arguments, "max_model_len", "--max-len", max_len)
+    if given is None or (type(given) is int and given > 0):
+        return given
+    arguments["max_model_len"] = given
+    return None
+
+
+def agreed_ranks(arguments: dict[str, Any], pp: int, tp: int) -> None:
+    """The same of ``--pp`` and ``--tp``, which always say something."""
+    agreed(arguments, "pipeline_parallel_size", "--pp", pp)
+    agreed(arguments, "tensor_parallel_size", "--tp", tp)

@@ -15,6 +15,9 @@ from stagetap.cli.arguments import (
     ModelOption,
     PpOption,
     TpOption,
+    agreed,
+    agreed_max_len,
+    agreed_ranks,
     engine_arguments,
 )
 from stagetap.cli.capture_target import capture_target
@@ -77,6 +80,11 @@ def capture_command(
 
     target = capture_target(out, run, resume=resume, keep_free_mib=keep_free_mib)
     model = resolve_model(model)
+    engine_args = engine_arguments(engine_arg)
+    agreed_ranks(engine_args, pp, tp)
+    agreed(engine_args, "model", "--model", model)
+    dtype = agreed(engine_args, "dtype", "--dtype", dtype)
+    max_len = agreed_max_len(engine_args, max_len)
     job = CaptureJob(
         model=model,
         layers=choose_layers(layers, model_facts(model).num_hidden_layers),
@@ -86,7 +94,7 @@ def capture_command(
         max_len=max_len,
         include_output=include_output,
         in_flight=in_flight,
-        engine_args=engine_arguments(engine_arg) | ({"dtype": dtype} if dtype else {}),
+        engine_args=engine_args | ({} if dtype is None else {"dtype": dtype}),
     )
     with stdout_kept_clean() as stdout:
         report = job.run(prompts, resume)

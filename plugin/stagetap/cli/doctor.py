@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
-from stagetap.cli.arguments import EngineArgOption, JsonOption, TpOption, engine_arguments
+from stagetap.cli.arguments import (
+    EngineArgOption,
+    JsonOption,
+    TpOption,
+    agreed_ranks,
+    engine_arguments,
+)
 from stagetap.cli.output import activity, print_json, results, stdout_kept_clean, table
 from stagetap.errors import Refused, StageTapError
 from stagetap.findings import SEE_FOUND, Finding
@@ -117,6 +123,9 @@ def doctor_command(
     expectations = Expectations(draft, lent, lease, consume_time, tokens_in_flight)
     if config is None and expectations != Expectations():
         raise Refused("what is expected of a store and its consumers goes with --config FILE")
+    engine_args = engine_arguments(engine_arg)
+    if pp is not None:
+        agreed_ranks(engine_args, pp, tp)
     with stdout_kept_clean() as stdout, activity() as notify:
         checks = STATIC_CHECKS if static else CHECKS
         findings = [finding for check in checks for finding in check()]
@@ -137,7 +146,7 @@ def doctor_command(
             findings += about_config
         if model is not None and pp is not None and all(finding.ok for finding in findings):
             notify(f"self-check of {model} on {pp} stages")
-            finding, verdicts = check_capture(model, pp, tp, layers, engine_arguments(engine_arg))
+            finding, verdicts = check_capture(model, pp, tp, layers, engine_args)
             findings.append(finding)
         _show(findings, verdicts, to_start, stdout if as_json else None, results(stdout))
     if not all(finding.ok for finding in findings):

@@ -15,6 +15,9 @@ from stagetap.cli.arguments import (
     LayersOption,
     ModelOption,
     TpOption,
+    agreed,
+    agreed_max_len,
+    agreed_ranks,
     engine_arguments,
 )
 from stagetap.cli.folders import make_folder, temporary_folder
@@ -88,14 +91,18 @@ def equivalence_command(
             "vocabulary; give a checkpoint folder"
         )
     engine_args = engine_arguments(engine_arg)
-    if max_num_batched_tokens is not None:
-        engine_args["max_num_batched_tokens"] = max_num_batched_tokens
+    agreed_ranks(engine_args, pp, tp)
+    batched = agreed(
+        engine_args, "max_num_batched_tokens", "--max-num-batched-tokens", max_num_batched_tokens
+    )
+    if batched is not None:
+        engine_args["max_num_batched_tokens"] = batched
     arm = Arm(
         model=model,
         layers=choose_layers(layers, facts.num_hidden_layers),
         pp=pp,
         tp=tp,
-        partition=parse_partition(partition) if partition else None,
+        partition=None if partition is None else parse_partition(partition),
         engine_args=engine_args,
     )
     check_arm(arm, facts.num_hidden_layers)
@@ -105,13 +112,14 @@ def equivalence_command(
         chosen = load_prompts(prompts, model)
     else:
         chosen = prompts_of_lengths(
-            parse_lengths(lengths) if lengths else DEFAULT_LENGTHS, facts.vocab_size
+            DEFAULT_LENGTHS if lengths is None else parse_lengths(lengths), facts.vocab_size
         )
         longest = max(len(prompt.token_ids) for prompt in chosen)
-        if facts.max_len is not None and longest >= facts.max_len:
+        max_len = agreed_max_len(dict(engine_args), None) or facts.max_len
+        if max_len is not None and longest >= max_len:
             raise Refused(
-                f"--lengths {longest} does not fit the model's {facts.max_len} tokens with one of "
-                "output; give shorter ones"
+                f"--lengths {longest} and the token that the engine makes of each exceed the "
+                f"longest sequence of {max_len} tokens; give shorter ones"
             )
     with _workplace(keep) as folder, activity() as notify:
         proof = prove(

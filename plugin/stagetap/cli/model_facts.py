@@ -13,6 +13,7 @@ from stagetap.config_values import (
     MAX_LAYERS,
     MAX_SIZE,
     ConfigValues,
+    asked_dtype,
     decoder_values,
     positions_are_scaled,
     said_dtype,
@@ -37,9 +38,12 @@ class ModelFacts:
     dtype: str | None = None
 
     def row_bytes(self, layer_count: int, dtype: str | None) -> int | None:
-        """Bytes that one token takes in a store, token id included."""
-        chosen = self.dtype if dtype in (None, "auto") else dtype
-        itemsize = DTYPE_ITEMSIZE.get(chosen or "")
+        """Bytes that one token takes in a store, token id included.
+
+        Raises:
+            Refused: ``dtype``, as vLLM's ``--dtype``, is none that vLLM knows.
+        """
+        itemsize = DTYPE_ITEMSIZE.get(asked_dtype(dtype) or self.dtype or "")
         if itemsize is None or self.hidden_size is None:
             return None
         return layer_count * self.hidden_size * itemsize + 8
@@ -58,6 +62,7 @@ def model_facts(model: str) -> ModelFacts:
         return ModelFacts()
     where = f"config.json of {shortened(model, 200)}"
     outer, values = ConfigValues(document, where), decoder_values(document, where)
+    outer.texts("architectures")  # for what it refuses
 
     def size(key: str, most: int = MAX_SIZE) -> int | None:
         return values.optional_size(key, most=most) or outer.optional_size(key, most=most)

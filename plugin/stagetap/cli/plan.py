@@ -143,10 +143,10 @@ def _partition(asked: str | None, pp: int, num_hidden_layers: int) -> list[int] 
     Raises:
         Refused: they do not fit the model, naming the variable where they come from there.
     """
-    layout = asked or os.environ.get(PARTITION_ENV)
-    if not layout:
+    layout = os.environ.get(PARTITION_ENV) if asked is None else asked
+    if layout is None:
         return None
-    if asked and pp == 1 and "," in asked:
+    if asked is not None and pp == 1 and "," in asked:
         raise Refused(
             f"--partition {shortened(asked)} is for {layout.count(',') + 1} stages and --pp is 1; "
             f"say --pp {layout.count(',') + 1} as well"
@@ -155,7 +155,7 @@ def _partition(asked: str | None, pp: int, num_hidden_layers: int) -> list[int] 
         counts = parse_partition(layout)
         stage_layers(num_hidden_layers, pp, counts)
     except Refused as error:
-        if asked:
+        if asked is not None:
             raise
         raise Refused(f"{PARTITION_ENV}: {error}, or unset the variable") from None
     return counts

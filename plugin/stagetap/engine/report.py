@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from stagetap.engine.scratch import scratch_folder
+from stagetap.engine.vllm_errors import with_cure
 from stagetap.errors import StageTapError
 from stagetap.wording import one_line, shortened
 
@@ -40,8 +41,9 @@ class EngineReport:
         return self._first(_REFUSED)
 
     def cause(self) -> str | None:
-        """The exception, or the death of a process, that was logged first."""
-        return self._first(_CAUSE)
+        """The exception, or the death of a process, that was logged first, with a cure if known."""
+        cause = self._first(_CAUSE)
+        return None if cause is None else with_cure(cause)
 
     def forget(self) -> None:
         """Drop what was noted: an engine that goes on did not end for it."""

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from stagetap.config_values import (
+    CURE,
     MAX_LAYERS,
     ConfigValues,
     MissingSize,
+    asked_dtype,
     positions_are_scaled,
     said_dtype,
 )
@@ -259,6 +261,7 @@ def read_model(
     Raises:
         Refused: a size is missing, or the model has parts whose shapes the plan cannot tell.
     """
+    ConfigValues(config, where).texts("architectures")  # for what it refuses
     found = completed(config, where)
     model_type = found.model_type
     _check_kind(found.decoder)
@@ -387,7 +390,7 @@ def _check_gate(values: ConfigValues, model_type: str) -> None:
 
 
 def _dtype(values: ConfigValues, outer: ConfigValues, asked: str | None, remarks: list[str]) -> str:
-    said = asked if asked not in (None, "auto") else None
+    said = asked_dtype(asked)
     found = said or said_dtype(values, outer)
     if said is None and found in (None, "float32"):
         remarks.append(f"dtype {found or 'unsaid'}: vLLM's auto makes it bfloat16")
@@ -479,14 +482,25 @@ def _linear_attention(values: ConfigValues) -> Attention | None:
     if values.size_or_none("linear_num_value_heads") is None:
         return None
     state = values.text("mamba_ssm_dtype")
+    key_heads = values.size("linear_num_key_heads")
+    value_heads = values.size("linear_num_value_heads")
+    _check_multiple(
+        values, "linear_num_value_heads", value_heads, "linear_num_key_heads", key_heads
+    )
     return GatedDeltaNet(
-        key_heads=values.size("linear_num_key_heads"),
-        value_heads=values.size("linear_num_value_heads"),
+        key_heads=key_heads,
+        value_heads=value_heads,
         key_dim=values.size("linear_key_head_dim"),
         value_dim=values.size("linear_value_head_dim"),
         conv=values.size("linear_conv_kernel_dim"),
         state_itemsize=DTYPE_ITEMSIZE.get(state or ""),
     )
+
+
+def _check_multiple(values: ConfigValues, name: str, size: int, of: str, part: int) -> None:
+    """Heads share their keys in groups of one size. Raises Refused where they cannot."""
+    if size % part:
+        raise Refused(f"{values.where}: {name} {size} is no multiple of {of} {part}; {CURE}")
 
 
 def _softmax_attention(values: ConfigValues, model_type: str, window: int | None) -> Attention:
@@ -511,9 +525,11 @@ def _softmax_attention(values: ConfigValues, model_type: str, window: int | None
             )
         head_dim = values.size("hidden_size") // heads
     bias = values.flag("attention_bias")
+    kv_heads = values.optional_size("num_key_value_heads") or heads
+    _check_multiple(values, "num_attention_heads", heads, "num_key_value_heads", kv_heads)
     return GroupedAttention(
         heads=heads,
-        kv_heads=values.optional_size("num_key_value_heads") or heads,
+        kv_heads=kv_heads,
         head_dim=head_dim,
         window=window,
         qkv_bias=bias or values.flag("qkv_bias", model_type in _QUERY_BIAS),

@@ -350,7 +350,10 @@ def test_layers_are_refused_before_the_engine(
     [
         ('{"text": 1}', "line 2: text must be a string"),
         ('{"prompt_token_ids": [500]}', "line 2: token id 500 is outside the vocabulary of 500"),
-        (json.dumps({"prompt_token_ids": [1] * 64}), "line 2: 64 tokens and 1 of output exceed"),
+        (
+            json.dumps({"prompt_token_ids": [1] * 64}),
+            "line 2: 64 tokens and the one that the engine makes",
+        ),
     ],
 )
 def test_a_bad_line_is_refused_before_the_engine(
@@ -423,6 +426,44 @@ def test_an_engine_argument_that_is_none(capture: Command, sessions: type[StoreS
     twice = capture("--engine-arg", "x=1", "--engine-arg", "x=2")
     assert (twice.code, sessions.started) == (2, [])
     assert "given twice" in twice.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--max-len", 32, "--engine-arg", "max_model_len=33"), "--max-len 32 and"),
+        (("--max-len", 32, "--engine-arg", "max_model_len=null"), "max_model_len=None differ"),
+        (("--dtype", "half", "--engine-arg", "dtype=bfloat16"), "say --dtype alone"),
+        (("--engine-arg", "pipeline_parallel_size=2"), "--pp 1 and"),
+        (("--tp", 2, "--engine-arg", "tensor_parallel_size=4"), "say --tp alone"),
+        (("--engine-arg", "model=other"), "say --model alone"),
+        (("--engine-arg", "max_model_len=5"), "line 5: 5 tokens and the one that the engine makes"),
+        (("--engine-arg", "max_model_len=6", "--include-output", 3), "4 tokens and 3 of output"),
+        (("--engine-arg", "dtype=double"), "dtype 'double' is none that vLLM knows"),
+        (("--dtype", ""), "dtype '' is none that vLLM knows"),
+    ],
+)
+def test_an_option_and_an_argument_of_one_meaning(
+    capture: Command, sessions: type[StoreSession], options: tuple[object, ...], said: str
+) -> None:
+    done = capture(*options)
+    assert (done.code, sessions.started) == (2, [])
+    assert said in done.stderr
+
+
+def test_an_argument_that_says_what_its_option_does(
+    capture: Command, sessions: type[StoreSession]
+) -> None:
+    same = ("--max-len", 32, "--engine-arg", "max_model_len=32", "--dtype", "half")
+    done = capture(*same, "--engine-arg", "dtype=half", "--engine-arg", "tensor_parallel_size=1")
+    assert done.code == 0, done.stderr
+    (arguments,) = sessions.started
+    assert (arguments["max_len"], arguments["engine_args"]["dtype"]) == (32, "half")
+    assert not {"max_model_len", "tensor_parallel_size"} & arguments["engine_args"].keys()
+    done = capture("--engine-arg", "max_model_len=-1", "--run", "other")  # as much as fits
+    assert done.code == 0, done.stderr
+    assert sessions.started[1]["max_len"] is None
+    assert sessions.started[1]["engine_args"]["max_model_len"] == -1
 
 
 def test_stdout_is_given_back(capture: Command, sessions: type[StoreSession]) -> None:

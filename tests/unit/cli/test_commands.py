@@ -99,7 +99,11 @@ def test_model_facts(checkpoint: Path) -> None:
     assert facts.row_bytes(4, None) == 4 * 16 * 2 + 8
     assert facts.row_bytes(4, "auto") == 4 * 16 * 2 + 8
     assert facts.row_bytes(4, "float32") == 4 * 16 * 4 + 8
-    assert facts.row_bytes(4, "half") is None
+    assert facts.row_bytes(4, "float") == facts.row_bytes(4, "float32")
+    assert facts.row_bytes(4, "half") == facts.row_bytes(4, "float16") == 4 * 16 * 2 + 8
+    for unknown in ("double", "float64", 16, ""):
+        with pytest.raises(Refused, match="is none that vLLM knows; use auto or one of bfloat16"):
+            facts.row_bytes(4, unknown)  # type: ignore[arg-type]
     assert ModelFacts().row_bytes(4, "float32") is None
 
 
