@@ -28,6 +28,10 @@ class NoDaemon(Exception):
     """Why no daemon can be had here."""
 
 
+class NeedsRoot(NoDaemon):
+    """This user could not start one anywhere."""
+
+
 def cache_folder() -> Path:
     """Kept between runs: a base image takes minutes to make."""
     default = Path(tempfile.gettempdir()) / "stagetap-image"
@@ -40,9 +44,9 @@ def running_daemon(folder: Path) -> Iterator[docker.DockerClient]:
 
     Raises NoDaemon with its last words when it does not come up.
     """
-    install(PROGRAMS)
     if os.geteuid() != 0:
-        raise NoDaemon("dockerd and debootstrap need root")
+        raise NeedsRoot("dockerd and debootstrap need root")
+    install(PROGRAMS)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="stagetap-dockerd-") as state:
         socket = f"unix://{state}/docker.sock"

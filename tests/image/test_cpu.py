@@ -22,7 +22,7 @@ from stagetap_image.bases import Base
 from stagetap_image.build import ROOT, Built, build_image, revision
 from stagetap_image.errors import BuildRefused
 
-pytestmark = [pytest.mark.full, pytest.mark.image, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.image, pytest.mark.timeout(900)]
 
 LAYERS = [2, 15, 27, 30]
 MODEL = "/models/smollm2"
@@ -76,7 +76,10 @@ def test_the_image_adds_little_to_its_base(image: Built) -> None:
     assert 0 < image.added_bytes < 250 * 2**20
 
 
-@pytest.mark.parametrize("file", ["vllm/v1/engine/core.py", "vllm/sequence.py"])
+@pytest.mark.parametrize(
+    "file",
+    ["vllm/v1/engine/core.py", pytest.param("vllm/sequence.py", marks=pytest.mark.full)],
+)
 def test_a_base_with_one_altered_file_ends_the_build(
     client: docker.DockerClient, base: Base, file: str
 ) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from image import daemon
-from image.daemon import NoDaemon, install, running_daemon
+from image.daemon import NeedsRoot, NoDaemon, install, running_daemon
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_a_user_who_is_not_root_is_told(
     programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(NoDaemon, match="need root"), running_daemon(tmp_path / "cache"):
+    with pytest.raises(NeedsRoot, match="need root"), running_daemon(tmp_path / "cache"):
         pass
 
 
