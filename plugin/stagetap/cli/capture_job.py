@@ -17,6 +17,7 @@ from stagetap.cli.interrupt import Interruption
 from stagetap.cli.model_facts import model_facts
 from stagetap.cli.output import activity, human_bytes, notes
 from stagetap.cli.tokenized import load_prompts
+from stagetap.config_values import asked_dtype
 from stagetap.engine.checkpoint import fingerprint_ahead
 from stagetap.errors import Refused
 from stagetap.partition import engine_stages
@@ -104,6 +105,7 @@ class CaptureJob:
     def _asked(self) -> CaptureNote:
         """What must be the same when the run is gone on with. PP and TP change nothing."""
         deciding = {name: self.engine_args.get(name) for name in DECIDING_ARGS}
+        deciding["dtype"] = asked_dtype(deciding["dtype"])
         return CaptureNote(
             include_output=self.include_output,
             engine_args={name: said for name, said in deciding.items() if said not in UNSAID},
