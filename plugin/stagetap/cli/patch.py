@@ -17,14 +17,21 @@ from stagetap.cli.output import print_json
 from stagetap.cli.patch_port import SourcesOption, drift_command, rebase_command
 from stagetap.cli.patch_upstream import export_upstream
 from stagetap.errors import Refused
-from stagetap.patchstack.lint import lint_folder, lint_readme, lint_round_trip
-from stagetap.patchstack.locate import find_vllm, patches_root, pinned_versions
+from stagetap.patchstack.checkout import BRANCH
+from stagetap.patchstack.lint import (
+    lint_folder,
+    lint_readme,
+    lint_round_trip,
+    lint_series,
+    lint_target,
+)
+from stagetap.patchstack.locate import find_vllm, in_order, patches_root, pinned_versions
 from stagetap.patchstack.operations import Status
 from stagetap.patchstack.releases import default_cache
 from stagetap.patchstack.series import Series, read_series, write_series
 from stagetap.patchstack.sources import files_at_hand, released_files
 from stagetap.patchstack.table import put_tables
-from stagetap.patchstack.workshop import build_repository, export_repository
+from stagetap.patchstack.workshop import build_repository, export_repository, released_blobs
 from stagetap.stores.file_io import naming
 
 app = typer.Typer(no_args_is_help=True, help="Apply, check and rework the patches to vLLM.")
@@ -84,7 +91,10 @@ def checkout_command(
     series = _pinned(version)
     files = released_files(version, sources or default_cache(), vllm)
     build_repository(folder, files, series)
-    typer.echo(f"{folder}: vLLM {series.version} with {len(series.patches)} patches as commits")
+    typer.echo(
+        f"{folder}: vLLM {series.version} with {len(series.patches)} patches as commits on its "
+        f"branch {BRANCH}"
+    )
 
 
 @app.command("export")
@@ -106,7 +116,8 @@ def export_command(
 ) -> None:
     """FOLDER's commits as the series, or with --upstream each candidate as a pull request.
 
-    The first writes the patches, their lock and the table of patches/README.md. The second writes
+    The first writes the patches, their lock and the table of patches/README.md, or nothing when
+    it finds something wrong, which it says with exit code 1 or 2. The second writes
     one stand-alone git patch with its test for each patch that upstream was not offered yet, made
     for the newest pin or for --version.
     """
@@ -122,10 +133,13 @@ def _export_series(folder: Path, as_json: bool) -> None:
     root = patches_root()
     series = export_repository(folder)
     target = root / "vllm" / series.version
-    with naming("write the series to", str(target)):
-        write_series(series, target)
-    _write_tables(root)
-    findings = [finding for folder in _series_folders(root) for finding in lint_folder(folder)]
+    findings = lint_target(target, series) + lint_series(series)
+    findings = findings or lint_round_trip(series, released_blobs(folder, series))
+    tables = _tables(root, series)
+    if not findings:
+        with naming("write the series to", str(target)):
+            write_series(series, target)
+        write_file(root / "README.md", tables)
     if as_json:
         print_json(
             {
@@ -135,7 +149,7 @@ def _export_series(folder: Path, as_json: bool) -> None:
                 "findings": findings,
             }
         )
-    else:
+    elif not findings:
         typer.echo(f"{len(series.patches)} patches, digest {series.digest}")
     _report(findings)
 
@@ -143,7 +157,8 @@ def _export_series(folder: Path, as_json: bool) -> None:
 @app.command("table")
 def table_command() -> None:
     """Write the table of patches/README.md anew."""
-    _write_tables(patches_root())
+    root = patches_root()
+    write_file(root / "README.md", _tables(root))
 
 
 @app.command("lint")
@@ -195,9 +210,12 @@ def _all_series(root: Path) -> list[Series]:
     return [read_series(folder) for folder in _series_folders(root)]
 
 
-def _write_tables(root: Path) -> None:
-    readme = root / "README.md"
-    write_file(readme, put_tables(readme.read_text("utf-8"), _all_series(root)))
+def _tables(root: Path, fresh: Series | None = None) -> str:
+    """patches/README.md with the numbers of every series; of ``fresh`` in place of its folder."""
+    new = {} if fresh is None else {fresh.version: fresh}
+    versions = in_order({*pinned_versions(root), *new})
+    every = [new.get(version) or read_series(root / "vllm" / version) for version in versions]
+    return put_tables((root / "README.md").read_text("utf-8"), every)
 
 
 def _report(findings: list[str]) -> None:

@@ -15,9 +15,9 @@ from stagetap.cli.folders import write_file
 from stagetap.cli.output import activity, print_json, results, table
 from stagetap.errors import Refused
 from stagetap.patchstack.drift import describe, drift_rows, measure_drift, render_drift
-from stagetap.patchstack.locate import patches_root, pinned_versions
+from stagetap.patchstack.locate import check_version, patches_root, pinned_versions
 from stagetap.patchstack.rebase import Carried, carry_over, finish_rebase, start_rebase
-from stagetap.patchstack.releases import check_version, default_cache
+from stagetap.patchstack.releases import default_cache
 from stagetap.patchstack.series import Series, read_series, write_series
 from stagetap.patchstack.sources import fetch_missing, released_files
 from stagetap.patchstack.table import put_block

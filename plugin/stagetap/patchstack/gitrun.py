@@ -46,6 +46,8 @@ def git(
             command, cwd=cwd, env=_environment(cwd, date), input=stdin or b"", capture_output=True
         )
     except FileNotFoundError as error:
+        if not cwd.is_dir():
+            raise GitError(f"{cwd} is no folder; name one that is there") from error
         raise GitError("git is needed to work with patches; install it") from error
     if done.returncode != 0:
         raise GitError(done.stderr.decode(errors="replace").strip() or f"git {arguments[0]} failed")

@@ -17,7 +17,7 @@ from stagetap.patchstack.gitrun import Contents
 from stagetap.patchstack.patchfile import Patch, PatchFormatError, file_name
 from stagetap.patchstack.series import LOCK_FILE, SERIES_FILE, Series, parse_series, read_series
 from stagetap.patchstack.table import LINE_BUDGET, put_tables
-from stagetap.patchstack.tree import patched_contents
+from stagetap.patchstack.tree import compile_error, patched_contents
 from stagetap.patchstack.workshop import build_repository, export_repository
 
 # The Python files in which the CPU wheel and the GPU wheel of one release differ.
@@ -54,6 +54,13 @@ def lint_listing(present: Iterable[str], named: Iterable[str]) -> list[str]:
     return sorted(stray + [f"{name} is missing from the folder" for name in expected - present])
 
 
+def lint_target(folder: Path, series: Series) -> list[str]:
+    """What ``series`` would not replace when it is written to ``folder``, which may not exist."""
+    present = {path.name for path in folder.glob("*") if path.suffix != ".patch"}
+    names = [patch.name for patch in series.patches]
+    return lint_listing({SERIES_FILE, LOCK_FILE, *names, *present}, names)
+
+
 def lint_folder(folder: Path) -> list[str]:
     """All findings about one series folder, but for those that need vLLM's files."""
     try:
@@ -78,9 +85,14 @@ def lint_readme(readme: str, all_series: Iterable[Series]) -> list[str]:
 
 
 def lint_round_trip(series: Series, pristine: Contents) -> list[str]:
-    """The series applies to the pristine files and regenerates from the result, byte for byte."""
+    """The series applies to the pristine files, gives files that compile, and regenerates.
+
+    The last means each byte of each patch, through git's mail format and commits.
+    """
     try:
-        patched_contents(pristine, series)
+        after = patched_contents(pristine, series)
+        if broken := [error for item in after.items() if (error := compile_error(*item))]:
+            return [f"{series.version}: {error}" for error in broken]
         with tempfile.TemporaryDirectory(prefix="stagetap-lint-") as temporary:
             folder = Path(temporary).resolve() / "series"
             build_repository(folder, pristine, series)
@@ -93,7 +105,8 @@ def lint_round_trip(series: Series, pristine: Contents) -> list[str]:
     if not differing and series.lock.encode() != again.lock.encode():
         differing = [LOCK_FILE]
     return [
-        f"{series.version}: {name} differs when regenerated; run `just patch-export`"
+        f"{series.version}: {name} differs when regenerated; run `just patch-export`, or, if that "
+        "says it, write the commit's message more plainly"
         for name in differing
     ]
 
@@ -133,7 +146,7 @@ def _lint_changes(patch: Patch) -> list[str]:
     findings = []
     for change in patch.changes:
         if change.kind == "other":
-            findings.append(f"{change.path} is deleted, renamed, binary or changes its mode")
+            findings.append(f"{change.path} is deleted, renamed, binary, a link or changes mode")
         if change.path in BUILD_SPECIFIC:
             findings.append(f"{change.path} differs between the builds of one release")
         elif not _PLAIN_PATH.match(change.path):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from stagetap.errors import Refused, StageTapError
 
 _VERSION = re.compile(r"""^(?:__version__ = )?version = ['"]([^'"]+)['"]""", re.MULTILINE)
+_RELEASE = re.compile(r"\d+(?:\.\d+)*(?:(?:a|b|rc)\d+)?(?:\.post\d+)?")
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,13 @@ class Package:
         return self.path / PurePosixPath(patch_path).relative_to("vllm")
 
 
+def check_version(version: str) -> str:
+    """``version`` again. Raises Refused when it is not the version of a release."""
+    if _RELEASE.fullmatch(version) is None:
+        raise Refused(f"{version!r} is no version of vLLM; write one such as 0.33.0")
+    return version
+
+
 def find_vllm(given: Path | None = None) -> Package:
     """The vLLM at ``given`` (the package or the folder that holds it), else the importable one.
 
@@ -33,7 +42,7 @@ def find_vllm(given: Path | None = None) -> Package:
     path = _importable_vllm() if given is None else _given_vllm(given)
     try:
         found = _VERSION.search((path / "_version.py").read_text("utf-8"))
-    except OSError:
+    except (OSError, ValueError):  # the latter: not UTF-8
         found = None
     if found is None:
         raise Refused(
@@ -73,8 +82,9 @@ def patches_root() -> Path:
 
 def pinned_versions(root: Path) -> list[str]:
     """vLLM versions that have a series under ``root``, oldest first."""
+    return in_order(path.name for path in (root / "vllm").iterdir() if path.is_dir())
 
-    def order(version: str) -> list[int]:
-        return [int(part) for part in re.findall(r"\d+", version)]
 
-    return sorted((path.name for path in (root / "vllm").iterdir() if path.is_dir()), key=order)
+def in_order(versions: Iterable[str]) -> list[str]:
+    """Oldest first."""
+    return sorted(versions, key=lambda version: [int(n) for n in re.findall(r"\d+", version)])

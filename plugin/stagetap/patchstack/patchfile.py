@@ -20,6 +20,8 @@ _FILE_NAME = re.compile(r"^(\d{4})-([a-z0-9]+(?:-[a-z0-9]+)*)\.patch$")
 _CONFLICT = re.compile(rb"^\+(?:<<<<<<< |>>>>>>> )", re.MULTILINE)
 # Anything but a change or a new file: a hook never needs to delete, rename or carry binaries.
 _OTHER_KINDS = ("deleted file", "rename ", "copy ", "old mode", "GIT binary patch", "Binary files")
+# 120000 is a symbolic link, 160000 a repository.
+_OTHER_MODE = re.compile(r"^(?:new file mode|index \S+) (?!100644$|100755$)")
 
 
 class PatchFormatError(StageTapError, ValueError):
@@ -133,7 +135,9 @@ def _file_change(section: str) -> FileChange:
     hunks_at = next((i for i, line in enumerate(lines) if line.startswith("@@ ")), len(lines))
     header = lines[:hunks_at]
     kind: ChangeKind = "modify"
-    if found[1] != found[2] or any(line.startswith(_OTHER_KINDS) for line in header):
+    if found[1] != found[2] or any(
+        line.startswith(_OTHER_KINDS) or _OTHER_MODE.match(line) for line in header
+    ):
         kind = "other"
     elif any(line.startswith("new file mode") for line in header):
         kind = "create"

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from stagetap.patchstack.checkout import BRANCH, PRISTINE_TAG, VERSION_KEY, release_subject
 from stagetap.patchstack.gitrun import Contents, GitError, git, write_files
 from stagetap.patchstack.patchfile import Patch
 from stagetap.patchstack.series import Series
-from stagetap.patchstack.workshop import EPOCH, PRISTINE_TAG, VERSION_KEY, build_repository
+from stagetap.patchstack.workshop import EPOCH, build_repository
 
 Fate = Literal["applies", "offset", "merges", "conflicts", "absorbed"]
 """``merges``: git merges it cleanly, but the context changed and nothing else would place it."""
@@ -78,14 +79,14 @@ def carry_over(folder: Path, series: Series, release: Contents, version: str) ->
     Afterwards ``export_repository`` gives the new series. May be called again for another release.
     Raises GitError when git refuses something that is no conflict.
     """
-    git("switch", "--quiet", "-C", "series", _OLD_BASE, cwd=folder)
+    git("switch", "--quiet", "-C", BRANCH, _OLD_BASE, cwd=folder)
     for path in git("ls-files", "-z", cwd=folder).decode().split("\0"):
         if path and path not in release:
             (folder / path).unlink()
     write_files(folder, release)
     git("config", VERSION_KEY, version, cwd=folder)
     git("add", "--all", "--force", cwd=folder)
-    subject = f"vLLM {version} as released"
+    subject = release_subject(version)
     git("commit", "--quiet", "--allow-empty", "-m", subject, cwd=folder, date=EPOCH)
     git("tag", "--force", PRISTINE_TAG, cwd=folder)
     commits = git("rev-list", "--reverse", f"{_OLD_BASE}..{_OLD_HEAD}", cwd=folder).decode()

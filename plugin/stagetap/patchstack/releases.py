@@ -17,10 +17,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from stagetap.errors import Refused, StageTapError
-from stagetap.patchstack.locate import Package, find_vllm
+from stagetap.patchstack.locate import Package, check_version, find_vllm
 from stagetap.patchstack.workshop import python_sources, unlike_release
 
-_VERSION = re.compile(r"^\d+(?:\.\d+)*(?:(?:a|b|rc)\d+)?(?:\.post\d+)?$")
 _KEPT = (".py", "/RECORD", "/METADATA", "/WHEEL")
 
 
@@ -32,13 +31,6 @@ def default_cache() -> Path:
     """Where unpacked releases are kept between commands."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "stagetap" / "vllm"
-
-
-def check_version(version: str) -> str:
-    """``version`` again. Raises Refused when it is not the version of a release."""
-    if _VERSION.match(version) is None:
-        raise Refused(f"{version!r} is no version of vLLM; write one such as 0.33.0")
-    return version
 
 
 def kept_release(version: str, cache: Path) -> Package | None:

@@ -7,6 +7,7 @@ apply and revert go on. There is no journal to lose.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
@@ -94,6 +95,16 @@ def pristine_contents(files: Contents, known: Sequence[Series]) -> Contents:
                 raise Refused(f"{path}: undoing the series does not give what it was made for")
             pristine[path] = data
     return pristine
+
+
+def compile_error(path: str, data: bytes | None) -> str | None:
+    """``FILE does not compile: why``, or None for one that does, or that is not there."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of vLLM's own lines
+            compile(data or b"", path, "exec")
+    except (SyntaxError, ValueError) as error:  # the latter: a byte 0
+        return f"{path} does not compile: {error}"
+    return None
 
 
 def patched_contents(pristine: Contents, series: Series) -> Contents:

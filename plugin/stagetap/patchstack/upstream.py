@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stagetap.errors import Refused
+from stagetap.patchstack.checkout import PRISTINE_TAG
 from stagetap.patchstack.gitrun import Contents, git, write_files
 from stagetap.patchstack.patchfile import Patch
 from stagetap.patchstack.series import Series
-from stagetap.patchstack.workshop import FORMAT_PATCH, PRISTINE_TAG, build_repository
+from stagetap.patchstack.tree import compile_error
+from stagetap.patchstack.workshop import FORMAT_PATCH, build_repository
 
 FOLDER = "upstream"
 _ADDED = re.compile(r"^\+(?!\+\+ )(.*)$", re.MULTILINE)
@@ -44,7 +46,17 @@ class Candidate:
 
 
 def candidates(series: Series) -> list[Patch]:
-    """The patches that nobody has offered upstream yet and that upstream could want."""
+    """The patches that nobody has offered upstream yet and that upstream could want.
+
+    Raises Refused for two patches of one ``slug``: their files and tests would be the same.
+    """
+    of_slug: dict[str, Patch] = {}
+    for patch in series.patches:
+        if (earlier := of_slug.setdefault(slug(patch), patch)) is not patch:
+            raise Refused(
+                f"{earlier.name} and {patch.name} have one subject, and so one file and one folder "
+                "of tests; reword a commit of `stagetap patch checkout` and export it"
+            )
     return [patch for patch in series.patches if patch.tags.get("Forwarded") == "no"]
 
 
@@ -140,7 +152,5 @@ def export_candidate(
 
 def _compile(folder: Path, patch: Patch, paths: Iterable[str]) -> None:
     for path in paths:
-        try:
-            compile((folder / path).read_bytes(), path, "exec")
-        except SyntaxError as error:
-            raise Refused(f"{patch.name}: {path} does not compile: {error}") from error
+        if error := compile_error(path, (folder / path).read_bytes()):
+            raise Refused(f"{patch.name}: {error}")

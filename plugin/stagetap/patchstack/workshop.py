@@ -9,17 +9,23 @@ from __future__ import annotations
 import base64
 import csv
 import hashlib
+import re
 from pathlib import Path
 
 from stagetap.errors import Refused
+from stagetap.patchstack.checkout import (
+    BRANCH,
+    PRISTINE_TAG,
+    VERSION_KEY,
+    exportable_version,
+    release_subject,
+)
 from stagetap.patchstack.gitrun import Contents, git, write_files
 from stagetap.patchstack.locate import Package
 from stagetap.patchstack.patchfile import Patch, file_name
 from stagetap.patchstack.series import Lock, Pin, Series, series_digest, sha256
 from stagetap.stores.file_io import naming
 
-PRISTINE_TAG = "pristine"
-VERSION_KEY = "stagetap.vllmVersion"
 _AUTHOR = ("StageTap contributors", "contributors@stagetap.invalid")
 EPOCH = "2000-01-01T00:00:00+0000"
 FORMAT_PATCH = (
@@ -41,6 +47,11 @@ FORMAT_PATCH = (
     "--dst-prefix=b/",
     "--subject-prefix=PATCH",
 )
+
+
+# Any other path stands quoted in a patch, or ends too early there.
+_UNQUOTED = re.compile(r'[^\s"\\\x00-\x1f\x7f]+')
+_MESSAGE_END = re.compile(r"^(?:---(?:[ \t].*)?|diff -.*|Index: .*)$", re.MULTILINE)
 
 
 def python_sources(package: Package) -> Contents:
@@ -73,14 +84,14 @@ def build_repository(folder: Path, pristine: Contents, series: Series) -> None:
     with naming("make a repository in", str(folder)):
         folder.mkdir(parents=True, exist_ok=True)
         write_files(folder, pristine)
-    git("init", "--quiet", "--initial-branch=series", "--template=", cwd=folder)
+    git("init", "--quiet", f"--initial-branch={BRANCH}", "--template=", cwd=folder)
     settings = {"user.name": _AUTHOR[0], "user.email": _AUTHOR[1], VERSION_KEY: series.version}
     for key, value in {**settings, "core.autocrlf": "false"}.items():
         git("config", key, value, cwd=folder)
     (folder / ".git/info").mkdir(exist_ok=True)
     (folder / ".git/info/exclude").write_text("__pycache__/\n")
     git("add", "--all", "--force", cwd=folder)
-    subject = f"vLLM {series.version} as released"
+    subject = release_subject(series.version)
     git("commit", "--quiet", "--allow-empty", "-m", subject, cwd=folder, date=EPOCH)
     git("tag", PRISTINE_TAG, cwd=folder)
     for patch in series.patches:
@@ -90,28 +101,38 @@ def build_repository(folder: Path, pristine: Contents, series: Series) -> None:
 def export_repository(folder: Path) -> Series:
     """The series that the repository's commits above ``pristine`` make up.
 
-    Raises Refused when work is uncommitted or history is not one line, GitError when ``folder``
-    is no repository that ``build_repository`` made.
+    Raises Refused, with the cure, where HEAD is not all of the series (``exportable_version``),
+    and for a commit that cannot be a patch of it.
     """
-    version = git("config", VERSION_KEY, cwd=folder).decode().strip()
-    if git("status", "--porcelain", cwd=folder).strip():
-        raise Refused(f"{folder} has changes that are not committed; commit or discard them")
+    version = exportable_version(folder)
     commits = git("rev-list", "--reverse", f"{PRISTINE_TAG}..HEAD", cwd=folder).decode().split()
-    if git("rev-list", "--merges", f"{PRISTINE_TAG}..HEAD", cwd=folder).strip():
-        raise Refused(
-            f"{folder} has merges above its tag {PRISTINE_TAG}; rebase them into one line"
-        )
-    patches = tuple(
-        _patch(number, git(*FORMAT_PATCH, "-1", commit, cwd=folder))
-        for number, commit in enumerate(commits, start=1)
-    )
+    patches = tuple(_patch(folder, number, commit) for number, commit in enumerate(commits, 1))
     paths = sorted({change.path for patch in patches for change in patch.changes})
     pins = {path: _pin(folder, path) for path in paths}
     return Series(patches, Lock(version, series_digest(patches), pins))
 
 
-def _patch(number: int, data: bytes) -> Patch:
-    return Patch(file_name(number, Patch("(new)", data).subject), data)
+def released_blobs(folder: Path, series: Series) -> Contents:
+    """What each file of ``series`` is in the release that the repository is made of."""
+    return {path: _blob(folder, PRISTINE_TAG, path) for path in series.paths}
+
+
+def _patch(folder: Path, number: int, commit: str) -> Patch:
+    called = git("log", "-1", "--format=commit %h (%s)", commit, cwd=folder).decode().strip()
+    listed = git("diff-tree", "-r", "-z", "--no-commit-id", "--name-only", commit, cwd=folder)
+    if not listed:
+        raise Refused(f"{called} changes no file; drop it with `git rebase -i {PRISTINE_TAG}`")
+    for path in listed.decode(errors="replace").rstrip("\0").split("\0"):
+        if _UNQUOTED.fullmatch(path) is None:
+            raise Refused(f"{called}: no patch of a series can name {path!r}; call it otherwise")
+    message = git("log", "-1", "--format=%B", commit, cwd=folder).decode(errors="replace")
+    if ending := _MESSAGE_END.search(message):
+        raise Refused(
+            f"{called}: its message holds the line {ending[0]!r}, where git takes a message to "
+            f"end; indent it with `git rebase -i {PRISTINE_TAG}`"
+        )
+    patch = Patch(called, git(*FORMAT_PATCH, "-1", commit, cwd=folder))
+    return Patch(file_name(number, patch.subject), patch.data)
 
 
 def _pin(folder: Path, path: str) -> Pin:

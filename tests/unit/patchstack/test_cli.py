@@ -78,7 +78,7 @@ def test_checkout_change_export(
     """The way in which patches are written, from an installed and patched vLLM."""
     stagetap("apply", "--vllm", vllm)
     work = tmp_path / "work"
-    assert stagetap("checkout", work, "--vllm", vllm).code == 0
+    assert "on its branch series" in stagetap("checkout", work, "--vllm", vllm).stdout
     unchanged = snapshot(root / "vllm")
     assert stagetap("export", work).code == 0
     assert snapshot(root / "vllm") == unchanged
@@ -94,13 +94,52 @@ def test_checkout_change_export(
     assert stagetap("lint", "--vllm", vllm).code == 0
 
 
-def test_an_export_with_findings_says_them_and_fails(
-    tmp_path: Path, stagetap: Callable[..., Ran]
+FAULTS = {
+    "0004-hook.patch: lacks the DEP-3 tag Description": Commit(
+        "Hook", {"vllm/envs.py": "x = 1\n"}, "Origin: vendor"
+    ),
+    "vllm/envs.py does not compile": Commit("Hook", {"vllm/envs.py": "def (:\n"}),
+    "tests/x.py is no Python module of vLLM": Commit("Hook", {"tests/x.py": "x = 1\n"}),
+    "0004-hook.patch differs when regenerated": Commit(
+        "Hook\n\nFrom: Me <me@example.org>", {"vllm/envs.py": "x = 1\n"}
+    ),
+}
+
+
+@pytest.mark.parametrize("said", FAULTS)
+def test_an_export_with_findings_says_them_and_writes_nothing(
+    tmp_path: Path, root: Path, stagetap: Callable[..., Ran], said: str
 ) -> None:
-    make_series(tmp_path / "r", [Commit("Hook", {"vllm/envs.py": "x = 1\n"}, "Origin: vendor")])
+    make_series(tmp_path / "r", [*COMMITS, FAULTS[said]])
+    before = snapshot(root)
+    exported = stagetap("export", tmp_path / "r")
+    assert exported.code == 1, exported.stderr
+    assert said in exported.stderr
+    assert snapshot(root) == before
+
+
+def test_an_export_of_a_link_writes_nothing(
+    tmp_path: Path, root: Path, stagetap: Callable[..., Ran]
+) -> None:
+    make_series(tmp_path / "r")
+    (tmp_path / "r/vllm/envs.py").unlink()
+    (tmp_path / "r/vllm/envs.py").symlink_to("sequence.py")
+    add_commit(tmp_path / "r", Commit("Link", {}))
+    before = snapshot(root)
     exported = stagetap("export", tmp_path / "r")
     assert exported.code == 1
-    assert "0001-hook.patch: lacks the DEP-3 tag Description" in exported.stderr
+    assert "vllm/envs.py is deleted, renamed, binary, a link" in exported.stderr
+    assert snapshot(root) == before
+
+
+def test_an_export_does_not_write_beside_what_it_would_leave(
+    tmp_path: Path, root: Path, stagetap: Callable[..., Ran]
+) -> None:
+    make_series(tmp_path / "r", COMMITS[:2])
+    (root / "vllm" / VERSION / "notes.txt").write_text("stray")
+    before = snapshot(root)
+    assert "notes.txt is in the folder" in stagetap("export", tmp_path / "r").stderr
+    assert snapshot(root) == before
 
 
 def test_lint_fails_on_a_stray_file(root: Path, vllm: Path, stagetap: Callable[..., Ran]) -> None:

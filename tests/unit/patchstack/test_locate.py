@@ -35,9 +35,10 @@ def test_a_folder_without_a_package_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_package_without_a_version_is_refused(vllm: Path) -> None:
-    (vllm / "_version.py").write_text("")
-    with pytest.raises(Refused, match="does not say its version"):
-        find_vllm(vllm)
+    for said in (b"", b"version = '\xff'"):
+        (vllm / "_version.py").write_bytes(said)
+        with pytest.raises(Refused, match="does not say its version"):
+            find_vllm(vllm)
 
 
 def _find_in_fresh_python(folder: Path) -> subprocess.CompletedProcess[str]:

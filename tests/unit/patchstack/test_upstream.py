@@ -64,6 +64,13 @@ def test_candidates_are_what_nobody_has_offered(offered: Series) -> None:
     ]
 
 
+def test_two_patches_of_one_subject_are_refused(offered: Series) -> None:
+    first = offered.patches[0]
+    twice = Series((first, Patch("0006-add-hooks.patch", first.data)), offered.lock)
+    with pytest.raises(Refused, match=r"0001-add-hooks.* and 0006-add-hooks.* one subject"):
+        candidates(twice)
+
+
 def test_a_patch_needs_those_whose_modules_it_imports(offered: Series) -> None:
     hooks, envs, call = offered.patches[:3]
     assert needs(call, offered) == [hooks]
