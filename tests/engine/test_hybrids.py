@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from checkpoints import tiny_checkpoint
-from engine.distance import relative_error
 from engine.harness import Arm, random_prompts
+from hugging_face import load_model, streams, text_inputs
 from matrix.capacity import measure
 from matrix.rows import layer_ids
 from stagetap import open_dataset
@@ -30,9 +30,14 @@ OVERCHARGE = 0.05
 def test_capture_costs_the_kv_cache_its_bytes(
     family: str, pp: int, prefix_cache: bool, tmp_path: Path, stores: Callable[[str], Path]
 ) -> None:
-    """Within 5 % of the arithmetic share."""
+    """Within 5 % of the arithmetic share.
+
+    All taps of these tiny models are four times their cache. With a prefix cache, for which a
+    sixteenth of the taps' pages may stay empty, it is a drafter's four taps that are counted.
+    """
     checkpoint = tiny_checkpoint(family, tmp_path, max_position_embeddings=16384)
-    layers = layer_ids(LAYERS[family])
+    count = LAYERS[family]
+    layers = [1, count // 2, count - 2, count] if prefix_cache else layer_ids(count)
     capacity = measure(checkpoint, layers, pp, stores("capacity"), prefix_cache)
     print(
         f"{family} PP={pp}, {prefix_cache=}: {capacity.tokens_without} tokens without capture, "
@@ -59,11 +64,11 @@ def test_a_cached_prefix_has_its_taps(
     # vLLM keeps what a window has left only where it has seen two prompts part.
     ends = {f"branch-{n}": random_prompts([40], seed=n)[0] for n in (1, 2)}
     prompts = {"cold": ids, "warm": ids} | {n: [*ids[:2500], *end] for n, end in ends.items()}
-    store = stores(f"hybrid-{family}")
+    store, folder = stores(f"hybrid-{family}"), checkpoint(family, **sizes)
     cached = Arm(
         "engine.jobs:capture_cached",
         {
-            "model": checkpoint(family, **sizes),
+            "model": folder,
             "layers": layer_ids(LAYERS[family]),
             "store": str(store),
             "pp": 2,
@@ -84,8 +89,22 @@ def test_a_cached_prefix_has_its_taps(
         assert torch.equal(
             cold[:rows].view(torch.int16), _all_taps(samples[name])[:rows].view(torch.int16)
         )
-    # The rows after it are computed in other steps, where attention splits its sums otherwise.
-    assert relative_error(_all_taps(samples["warm"]), cold) < 0.01
+    # The rows after it are computed in other steps, where sums are split otherwise. A state or a
+    # window that was not found again would show in the first layers, which rounding hardly moves.
+    rest = slice(cached["warm"], None)
+    for layer_id, truth in enumerate(streams(load_model(Path(folder)), text_inputs(ids))):
+        warm, cold = (
+            _median_error(samples[name].layer(layer_id)[rest], truth[rest])
+            for name in ("warm", "cold")
+        )
+        print(f"{family} {layer_id}: {warm:.2g} from float32, without a cache {cold:.2g}")
+        assert warm <= 2 * cold
+
+
+def _median_error(found: torch.Tensor, truth: torch.Tensor) -> float:
+    """Of the tokens: the norm of the difference over the norm of what is true."""
+    errors = (found.float() - truth).norm(dim=1) / truth.norm(dim=1)
+    return float(errors.median())
 
 
 def _all_taps(sample: Any) -> torch.Tensor:
