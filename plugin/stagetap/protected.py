@@ -35,21 +35,32 @@ PROTECTED = MappingProxyType(
 )
 """All of them."""
 
+_OTHERS = frozenset({"-dc"})
+"""Short flags of vLLM that are the beginning of another one: ``--diffusion-config`` of ``-dcp``."""
+
 
 def contradictions(
     arguments: Iterable[str], protected: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
     """Arguments that say a protected flag, however vLLM lets one write it, and its place.
 
-    vLLM takes ``_`` for ``-``, ``--flag=value``, ``--flag.key`` and any beginning that only one
-    flag has.
+    vLLM takes ``_`` for ``-``, ``--flag=value``, ``--flag.key``, ``-n2`` and any beginning that
+    only one flag has.
     """
     for argument in arguments:
         if not argument.startswith("-"):
             continue
         name = argument.partition("=")[0].partition(".")[0].replace("_", "-")
-        for flag, place in protected.items():
-            begins = name.startswith("--") and len(name) > 3 and flag.startswith(name)
-            if name == flag or begins:
-                yield argument, place
-                break
+        said = name if name in protected else next((f for f in protected if _says(name, f)), None)
+        if said is not None:
+            yield argument, protected[said]
+
+
+def _says(name: str, flag: str) -> bool:
+    """Whether a word is the beginning of a flag, or a short flag with its value glued on."""
+    if name.startswith("--"):
+        return len(name) > 3 and flag.startswith(name)
+    if flag.startswith("--") or name in _OTHERS:
+        return False
+    glued = name.startswith(flag)
+    return glued or (len(name) > 1 and flag.startswith(name))

@@ -20,13 +20,31 @@ FOLDER = ROOT / "configs" / "serve"
 LAYERS = [2, 15, 27, 30]
 
 
+CAPTURE = "stagetap-layers: '2'\nstagetap-store: x\n"
+
 # name -> what such a file says of a capture, and what its refusal names.
 WRONG = {
     "misspelt": ("stagetap-layer: '2'\n", "stagetap-layer"),
     "id above N": ("stagetap-layers: '2,31'\nstagetap-store: x\n", "31 is above 30"),
     "no store": ("stagetap-layers: '2'\n", "stagetap-store is missing"),
     "ill-typed": ("stagetap-layers: '2'\nstagetap-store: x\nmax-num-seqs: few\n", "max-num-seqs"),
-    "no YAML": ("stagetap-layers: [\n", "serve.yaml is no configuration"),
+    "no YAML": ("stagetap-layers: [\n", "serve.yaml cannot be read"),
+    "alias": ("a: &a [b]\nc: *a\n", "*a is an alias"),
+    "two spellings": ("max-num-seqs: 4\nmax_num_seqs: 2\n", "'max-num-seqs' stands twice"),
+    "asks for help": (f"{CAPTURE}help: true\n", "asks for help"),
+    "a second file": (f"{CAPTURE}config: other.yaml\n", "no second file"),
+    "another model": (f"{CAPTURE}hf-overrides: {{num_hidden_layers: 4}}\n", "hf-overrides makes"),
+    "replicas": (f"{CAPTURE}data-parallel-size: 2\n", "data_parallel_size > 1"),
+    "contexts": (f"{CAPTURE}decode-context-parallel-size: 2\n", "context parallelism"),
+    "no stage": (f"{CAPTURE}pipeline-parallel-size: 0\n", "pipeline-parallel-size is 0"),
+    "less than none": (f"{CAPTURE}tensor-parallel-size: -2\n", "tensor-parallel-size is -2"),
+    "no sequence": (f"{CAPTURE}max-num-seqs: 0\n", "max-num-seqs is 0"),
+    "fewer than none": (f"{CAPTURE}max-num-seqs: -1\n", "max-num-seqs is -1"),
+    "no length": (f"{CAPTURE}max-model-len: 0\n", "max-model-len"),
+    "heads": (f"{CAPTURE}tensor-parallel-size: 2\n", "9 does not divide by tensor-parallel-size 2"),
+    "stages": (f"{CAPTURE}pipeline-parallel-size: 31\n", "31 pipeline stages are more"),
+    "positions": (f"{CAPTURE}max-model-len: 9000\n", "max-model-len 9000 is above the 8192"),
+    "hosts": (f"{CAPTURE}nnodes: 2\nmaster-addr: a\n", "nnodes is 2, more than"),
     "no capture": ("max-num-seqs: 4\n", "captures nothing"),
 }
 

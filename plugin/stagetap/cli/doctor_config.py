@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stagetap.cli.model_facts import ModelFacts, model_facts
+from stagetap.cli.model_facts import ModelFacts, model_facts, read_config
 from stagetap.cli.packages import cure_of
+from stagetap.config_values import MAX_SIZE
 from stagetap.errors import Refused, StageTapError
 from stagetap.findings import SEE_FOUND, Finding
 from stagetap.layer_choice import choose_layers, read_draft
@@ -23,11 +24,16 @@ from stagetap.plan.couplings import (
     check_memory,
     check_times,
 )
+from stagetap.plan.layout import check_layout
+from stagetap.plan.parallel import Parallel
 from stagetap.stores.mooncake_uri import is_mooncake, parse_seconds, parse_size, parse_uri
-from stagetap.wording import one_line
+from stagetap.wording import one_line, shortened, shown
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs
+
+
+_OPTIONS = {"--tp": "tensor-parallel-size", "--max-len": "max-model-len"}
 
 
 @dataclass(frozen=True)
@@ -42,8 +48,9 @@ class Expectations:
 
     def read(self) -> Expected:
         """Sizes and times as numbers. Raises Refused, naming the option."""
+        lease = _number("--lease", self.lease, parse_seconds)
         return Expected(
-            lease_s=_number("--lease", self.lease, parse_seconds) or MASTER_LEASE_S,
+            lease_s=MASTER_LEASE_S if lease is None else lease,
             lent_bytes=_number("--lent", self.lent, parse_size),
             tokens_in_flight=self.tokens_in_flight,
             consume_s=_number("--consume-time", self.consume_time, parse_seconds),
@@ -69,14 +76,29 @@ def check_config(file: Path, expectations: Expectations) -> Iterator[Finding]:
 
 
 def _checked(file: Path, draft: Path | None, expected: Expected) -> Iterator[Finding]:
-    if not file.is_file():
-        raise Refused(f"{file} is no file; give the one for vllm serve --config")
+    from stagetap.engine.parallel import check_parallel
     from stagetap.engine.serve_file import read_serve_file
 
     arguments = read_serve_file(file)
-    facts = model_facts(resolve_model(arguments.model))
+    _check_counts(file, arguments)
+    check_parallel(arguments)
+    if arguments.hf_overrides:
+        raise Refused(
+            f"{file}: hf-overrides makes another model of the one whose config.json is read here; "
+            "write it into that file instead"
+        )
+    model = resolve_model(arguments.model)
+    facts = model_facts(model)
     options = _options(file, arguments, facts)
     served = _served(arguments, options, facts)
+    if (config := read_config(model)) is not None:
+        parallel = Parallel(
+            pp=arguments.pipeline_parallel_size,
+            tp=arguments.tensor_parallel_size,
+            expert_parallel=arguments.enable_expert_parallel,
+        )
+        where = f"config.json of {shortened(model, 200)}"
+        check_layout(config, where, parallel, served.max_len, _OPTIONS)
     captured = ",".join(map(str, served.layer_ids))
     yield Finding("configuration", f"{file}: {arguments.model}, layers {captured}")
     if draft is not None:
@@ -86,6 +108,28 @@ def _checked(file: Path, draft: Path | None, expected: Expected) -> Iterator[Fin
         yield from check_hosts(served, store)
         yield from check_memory(served, store, expected)
         yield from check_times(served, store, expected)
+
+
+def _check_counts(file: Path, arguments: AsyncEngineArgs) -> None:
+    """What vLLM's parser takes for a number, and its engine does not. Raises Refused."""
+    for name, least in (
+        ("pipeline_parallel_size", 1),
+        ("tensor_parallel_size", 1),
+        ("data_parallel_size", 1),
+        ("nnodes", 1),
+        ("max_num_seqs", 1),
+        ("max_num_batched_tokens", 1),
+        ("max_model_len", -1),  # which leaves it to vLLM
+    ):
+        value = getattr(arguments, name)
+        if value is not None and (not least <= value <= MAX_SIZE or value == 0):
+            flag = name.replace("_", "-")
+            raise Refused(f"{file}: {flag} is {shown(value)}; give a number from 1 to {MAX_SIZE}")
+    if arguments.nnodes > arguments.pipeline_parallel_size * arguments.tensor_parallel_size:
+        raise Refused(
+            f"{file}: nnodes is {arguments.nnodes}, more than pipeline-parallel-size times "
+            "tensor-parallel-size; give each host a rank"
+        )
 
 
 def _options(file: Path, arguments: AsyncEngineArgs, facts: ModelFacts) -> ConnectorOptions:

@@ -15,11 +15,16 @@ from stagetap.layer_choice import choose_layers, read_draft
 from stagetap.models import resolve_model
 from stagetap.options import connector_options
 from stagetap.plan.couplings import Served
+from stagetap.plan.layout import check_layout
+from stagetap.plan.parallel import Parallel
 from stagetap.recipe.checks import Told, check_recipe
 from stagetap.recipe.commands import DRAFT_TYPE, Start, starts, store_uri
-from stagetap.recipe.document import Recipe, is_recipe, load_document, read_recipe
+from stagetap.recipe.document import Recipe, is_recipe, read_recipe
+from stagetap.recipe.extra_arguments import has_expert_parallel
 from stagetap.stores.mooncake_uri import parse_uri
-from stagetap.wording import one_line, shown
+from stagetap.wording import one_line, shortened, shown
+
+_OPTIONS = {"--tp": "engines.tp", "--max-len": "engines.max-len"}
 
 
 def examine(file: Path, expectations: Expectations) -> tuple[list[Finding], list[Start]]:
@@ -50,7 +55,9 @@ def examine(file: Path, expectations: Expectations) -> tuple[list[Finding], list
 def _document(file: Path) -> Any:
     """What a file holds that could be a recipe; what is wrong with another, its reader says."""
     try:
-        return load_document(file)
+        from stagetap.yaml_file import read_yaml_map
+
+        return read_yaml_map(file)
     except (Refused, ModuleNotFoundError):
         return None
 
@@ -65,6 +72,9 @@ def _told(recipe: Recipe) -> Told:
             f"target {shown(recipe.target)}: no config.json here says its num_hidden_layers; give "
             "a folder with one"
         )
+    parallel = Parallel(engines.pp, engines.tp, has_expert_parallel(engines))
+    where = f"config.json of {shortened(recipe.target, 200)}"
+    check_layout(config, where, parallel, engines.max_len, _OPTIONS)
     layers = choose_layers(engines.layers, facts.num_hidden_layers)
     token_bytes = facts.row_bytes(len(layers), None)
     if token_bytes is None:

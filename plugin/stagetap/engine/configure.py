@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from stagetap.engine.checkpoint import fingerprint_ahead
+from stagetap.engine.parallel import check_parallel
 from stagetap.engine.refusal import announced
 from stagetap.engine.series import check_series
 from stagetap.errors import Refused
@@ -159,16 +160,7 @@ def _check_engine(config: VllmConfig) -> None:
         )
     if config.lora_config is not None:
         raise Refused("capture with LoRA adapters is not in this version; drop --enable-lora")
-    if parallel.data_parallel_size > 1:
-        raise Refused(
-            "data_parallel_size > 1 is not in this version; start one engine per replica, each "
-            "on the same store"
-        )
-    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        raise Refused(
-            "context parallelism spreads one token's states over ranks; set "
-            "decode_context_parallel_size and prefill_context_parallel_size to 1"
-        )
+    check_parallel(parallel)
     if parallel.enable_dbo or parallel.use_ubatching:
         raise Refused("microbatching splits a step's rows; drop --enable-dbo and ubatch sizes")
 

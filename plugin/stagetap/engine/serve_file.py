@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from stagetap.errors import Refused, StageTapError
 
@@ -21,9 +21,9 @@ def read_serve_file(file: Path) -> AsyncEngineArgs:
     """
     from vllm import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
-    from yaml import YAMLError
 
     from stagetap.engine.compat import serve_parser
+    from stagetap.yaml_file import read_yaml_map
 
     class Parser(FlexibleArgumentParser):
         """Raises where vLLM's prints its usage and exits."""
@@ -31,9 +31,17 @@ def read_serve_file(file: Path) -> AsyncEngineArgs:
         def error(self, message: str) -> NoReturn:
             raise Refused(message)
 
+        def print_help(self, file: Any = None) -> NoReturn:
+            raise Refused("it asks for help; remove that key")
+
+    document = read_yaml_map(file)
+    if "config" in document:
+        raise Refused(
+            f"{file}: vLLM reads no second file that config names; write what that says into this"
+        )
     try:
         arguments = serve_parser(Parser()).parse_args(["serve", "--config", str(file)])
         return AsyncEngineArgs.from_cli_args(arguments)
-    except (StageTapError, OSError, ValueError, YAMLError) as error:
+    except (StageTapError, OSError, ValueError) as error:
         said = " ".join(str(error).split())
         raise Refused(f"{file} is no configuration for vllm serve: {said}") from None

@@ -105,9 +105,7 @@ def check_memory(served: Served, store: MooncakeOptions, expected: Expected) -> 
     if served.token_bytes is None:
         yield Finding(check, "not told: the model's config.json is not on this machine")
         return
-    needed = tokens * served.token_bytes * store.replicas
-    copies = f" in {store.replicas} copies" if store.replicas > 1 else ""
-    flight = f"{tokens:,} tokens of {served.token_bytes:,} B{copies} are {needed:,} B"
+    needed, flight = bytes_in_flight(tokens, served.token_bytes, store)
     lent = served.workers * store.global_segment_size + (expected.lent_bytes or 0)
     if not lent:
         yield Finding(
@@ -117,6 +115,8 @@ def check_memory(served: Served, store: MooncakeOptions, expected: Expected) -> 
             f"say --lent SIZE: what `stagetap store up --lend` was given, at least {needed:,}",
         )
         return
+    if not expected.lent_bytes:
+        yield from check_copies(store, served.workers)
     lenders = f"{served.workers} workers lend {store.global_segment_size:,} B each"
     if expected.lent_bytes:
         lenders = f"{lenders}, others {expected.lent_bytes:,} B"
@@ -129,6 +129,24 @@ def check_memory(served: Served, store: MooncakeOptions, expected: Expected) -> 
         if needed > lent
         else None,
     )
+
+
+def bytes_in_flight(tokens: int, token_bytes: int, store: MooncakeOptions) -> tuple[int, str]:
+    """What so many tokens take in a store, all copies counted, and the sum in words."""
+    needed = tokens * token_bytes * store.replicas
+    copies = f" in {store.replicas} copies" if store.replicas > 1 else ""
+    return needed, f"{tokens:,} tokens of {token_bytes:,} B{copies} are {needed:,} B"
+
+
+def check_copies(store: MooncakeOptions, lenders: int) -> Iterator[Finding]:
+    """Whether every copy of an object finds a segment of its own."""
+    if store.replicas > lenders:
+        yield Finding(
+            "copies and lenders",
+            f"each object is stored in {store.replicas} copies (replicas), each with another "
+            f"lender, and {lenders} lend",
+            f"set replicas to at most {lenders}",
+        )
 
 
 def check_times(served: Served, store: MooncakeOptions, expected: Expected) -> Iterator[Finding]:

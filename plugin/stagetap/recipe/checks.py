@@ -12,10 +12,17 @@ from typing import Any
 from stagetap.config_values import ConfigValues
 from stagetap.findings import Finding
 from stagetap.options import ConnectorOptions
-from stagetap.plan.couplings import Expected, Served, check_draft, check_hosts, check_times
-from stagetap.protected import contradictions
-from stagetap.recipe.commands import ENGINE_KEYS, train_command
+from stagetap.plan.couplings import (
+    Expected,
+    Served,
+    bytes_in_flight,
+    check_copies,
+    check_draft,
+    check_hosts,
+    check_times,
+)
 from stagetap.recipe.document import Recipe, seconds
+from stagetap.recipe.extra_arguments import check_extra_arguments
 from stagetap.stores.mooncake_uri import MooncakeOptions
 from stagetap.taps import STREAM_MIXTURE, STREAM_PREFIX_SUM, stream_of_k3_draft
 from stagetap.wording import counted
@@ -55,7 +62,7 @@ def check_recipe(recipe: Recipe, told: Told) -> Iterator[Finding]:
     yield check_stream(recipe, told)
     yield check_blocks(recipe, told.draft)
     yield check_lengths(recipe)
-    yield from check_segments(recipe, told.served)
+    yield from check_segments(recipe, told)
     expected = Expected(
         lease_s=seconds("store.lease", recipe.store.lease),
         consume_s=seconds("expected.consume-time", recipe.expected.consume_time),
@@ -103,28 +110,6 @@ def check_tensor_parallel(recipe: Recipe) -> Finding:
     even = world % engines.pp == 0
     cure = f"set tp to {world // engines.pp}" if even else f"set pp to a divisor of {world}"
     return Finding(check, found, cure)
-
-
-def check_extra_arguments(recipe: Recipe, draft: Mapping[str, Any]) -> Iterator[Finding]:
-    """Whether arguments that are handed on say again what a key of the recipe says."""
-    said = [*contradictions(recipe.engines.extra_args, ENGINE_KEYS)]
-    whole = train_command(recipe, draft)
-    own = whole[: len(whole) - len(recipe.trainer.extra_args)]
-    flags = {each: f"the recipe's own {each}" for each in own if each.startswith("--")}
-    said += contradictions(recipe.trainer.extra_args, flags)
-    for options, places in (
-        (recipe.store.options, {"global_segment_size": "store.segment-bytes"}),
-        (recipe.engines.options, {"layers": "engines.layers", "store": "store"}),
-    ):
-        said += [(name, place) for name, place in places.items() if name in options]
-    for argument, place in said:
-        yield Finding(
-            "protected keys",
-            f"{argument} among options or extra arguments contradicts {place}",
-            f"remove it, and change {place} instead",
-        )
-    if not said:
-        yield Finding("protected keys", "no further argument says what a key of the recipe says")
 
 
 def check_taps(recipe: Recipe, told: Told) -> Iterator[Finding]:
@@ -197,7 +182,7 @@ def _longest_sample(recipe: Recipe) -> int:
     return recipe.engines.max_len - 1
 
 
-def check_segments(recipe: Recipe, served: Served) -> Iterator[Finding]:
+def check_segments(recipe: Recipe, told: Told) -> Iterator[Finding]:
     """Whether the lent memory holds what is in flight, and as much is said to be in flight."""
     engines = recipe.engines
     tokens = recipe.expected.tokens_in_flight
@@ -211,18 +196,20 @@ def check_segments(recipe: Recipe, served: Served) -> Iterator[Finding]:
         if running > tokens
         else None,
     )
-    assert served.token_bytes is not None, "the target's config.json was read"
+    token_bytes = told.served.token_bytes
+    assert token_bytes is not None, "the target's config.json was read"
     segments = len(recipe.trainer.nodes)
-    needed, lent = tokens * served.token_bytes, segments * recipe.store.segment_bytes
+    needed, flight = bytes_in_flight(tokens, token_bytes, told.store)
+    lent = segments * recipe.store.segment_bytes
     yield Finding(
         "segments and bytes in flight",
-        f"{tokens:,} tokens of {served.token_bytes:,} B are {needed:,} B; "
-        f"{counted(segments, 'node')} lend {recipe.store.segment_bytes:,} B each",
+        f"{flight}; {counted(segments, 'node')} lend {recipe.store.segment_bytes:,} B each",
         f"set store.segment-bytes to at least {-(-needed // segments)}, or expected."
-        f"tokens-in-flight to at most {lent // served.token_bytes}"
+        f"tokens-in-flight to at most {lent // (token_bytes * told.store.replicas)}"
         if needed > lent
         else None,
     )
+    yield from check_copies(told.store, segments)
 
 
 def check_lease(expected: Expected) -> Finding:

@@ -4,14 +4,13 @@ sum that the others must come to, or an expectation that they are held against."
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 
+from stagetap.config_values import MAX_SIZE
 from stagetap.errors import Refused
 from stagetap.stores.mooncake_uri import parse_seconds
-from stagetap.wording import one_line
 
 MARKER = "stagetap-recipe"
 """The key that tells a recipe from a file for ``vllm serve --config``; its value is a version."""
@@ -19,7 +18,9 @@ MARKER = "stagetap-recipe"
 OPEN = "???"
 """What stands in the place of a value that is only known where the recipe is used."""
 
-Count = Annotated[int, msgspec.Meta(ge=1)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_SIZE)]
+Large = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
+Seed = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
 
 class _Section(
@@ -67,7 +68,7 @@ class Store(_Section, frozen=True, kw_only=True):
     """
 
     run: str
-    segment_bytes: Count
+    segment_bytes: Large
     lease: str
     options: dict[str, str | bool | int | float] = {}
 
@@ -97,7 +98,7 @@ class Trainer(_Section, frozen=True, kw_only=True):
     fetch_wait: str
     min_loss_tokens: Count
     total_seq_len: Count
-    seed: int = 42
+    seed: Seed = 42
     train_data_ratio: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.9
     extra_args: list[str] = []
 
@@ -110,7 +111,7 @@ class Expected(_Section, frozen=True, kw_only=True):
         consume_time: from a sample's commit to its removal, at the worst.
     """
 
-    tokens_in_flight: Count
+    tokens_in_flight: Large
     consume_time: str
 
 
@@ -139,16 +140,6 @@ class Recipe(_Section, frozen=True, kw_only=True):
     def engine_nodes(self) -> list[str]:
         """Nodes of all engines."""
         return [node for nodes in self.engines.nodes for node in nodes]
-
-
-def load_document(file: Path) -> Any:
-    """What a YAML file holds. Raises Refused where it cannot be read."""
-    import yaml
-
-    try:
-        return yaml.safe_load(file.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise Refused(f"{file} cannot be read ({one_line(error)}); give a file in YAML") from None
 
 
 def is_recipe(document: Any) -> bool:

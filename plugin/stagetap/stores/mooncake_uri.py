@@ -16,6 +16,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 import msgspec
 
 from stagetap.errors import Refused
+from stagetap.wording import shown
 
 SCHEME = "mooncake"
 P2P_HANDSHAKE = "P2PHANDSHAKE"
@@ -25,6 +26,7 @@ _SIZE_UNITS = {"": 1, "B": 1, "KIB": _KIB, "MIB": _MIB, "GIB": _GIB, "TIB": _TIB
 _SIZE = re.compile(r"([0-9]+)\s*([A-Za-z]*)")
 _TIME_UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0}
 _TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)")
+_MOST_SECONDS = 10**9
 _SWITCH = {"on": True, "off": False, "true": True, "false": False}
 _HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
 
@@ -173,7 +175,10 @@ def parse_seconds(text: str) -> float:
     found = _TIME.fullmatch(text)
     if not found or found.group(2) not in _TIME_UNITS:
         raise ValueError(f"{text!r} is no time: write seconds, or 500ms, 30s, 30min")
-    return float(found.group(1)) * _TIME_UNITS[found.group(2)]
+    seconds = float(found.group(1)) * _TIME_UNITS[found.group(2)]
+    if seconds > _MOST_SECONDS:
+        raise ValueError(f"{shown(text)} is out of range: give at most {_MOST_SECONDS}s")
+    return seconds
 
 
 def _size_of(least: int) -> Callable[[str], int]:

@@ -108,6 +108,18 @@ MIXTURE, PREFIX = "attn_res_mixture", "prefix_sum"
             "segment-bytes to at least 67652026368",
         ),
         (
+            {"store__segment_bytes": 67_652_026_368, "store__options__replicas": 2},
+            "segments and bytes in flight",
+            ("in 2 copies are 541,216,210,944 B", "67,652,026,368 B each"),
+            "at least 135304052736, or expected.tokens-in-flight to at most 1572864",
+        ),
+        (
+            {"store__options__replicas": 5},
+            "copies and lenders",
+            ("5 copies", "4 lend"),
+            "replicas to at most 4",
+        ),
+        (
             {"store__lease": "119s"},
             "lease and consume time",
             ("lasts 119 s", "removed 120 s"),
@@ -177,6 +189,10 @@ def test_engines_of_different_sizes(tmp_path: Path) -> None:
         ("engines__extra_args", "--tensor-parallel-size=4", "engines.tp"),
         ("engines__extra_args", "--pipeline_parallel_size", "engines.pp"),
         ("engines__extra_args", "-tp", "engines.tp"),
+        ("engines__extra_args", "-tp4", "engines.tp"),
+        ("engines__extra_args", "-pp2", "engines.pp"),
+        ("engines__extra_args", "-n3", "engines.nodes"),
+        ("engines__extra_args", "-r1", "engines.nodes"),
         ("engines__extra_args", "--nnodes", "engines.nodes"),
         ("engines__extra_args", "--headless", "engines.nodes"),
         ("engines__extra_args", "--max-model-l", "engines.max-len"),
@@ -197,6 +213,53 @@ def test_extra_arguments_do_not_contradict(
     assert finding.found.startswith(f"{argument} among options or extra arguments contradicts ")
     assert says in finding.found
     assert says in str(finding.cure)
+
+
+@pytest.mark.parametrize(
+    ("argument", "cure"),
+    [
+        ("--dtype=float32", "target's config.json"),
+        ("--hf-overrides.num_hidden_layers", "target's config.json"),
+        ("--hf_config_path", "target's config.json"),
+        ("--revision", "target's config.json"),
+        ("--data-parallel-size", "each replica in engines.nodes"),
+        ("-dp2", "each replica in engines.nodes"),
+        ("-dpl", "each replica in engines.nodes"),
+        ("--prefill-context-parallel-size", "spread over ranks"),
+        ("-dcp2", "spread over ranks"),
+        ("-pcp=2", "spread over ranks"),
+        ("--config", "into engines.extra-args"),
+    ],
+)
+def test_extra_arguments_do_not_make_another_engine(
+    argument: str, cure: str, tmp_path: Path
+) -> None:
+    (finding,) = problems(tmp_path, changed(engines__extra_args=[argument, "2"]))
+    assert finding.check == "protected keys"
+    assert finding.found.startswith(f"{argument} among engines.extra-args ")
+    assert cure in str(finding.cure)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cure"),
+    [
+        (["--max-num-batched-tokens", "23"], "a number from 24"),
+        (["--max_num_batched_tokens=8k"], "a plain number"),
+        (["--max-num-batched-tokens"], "a plain number"),
+        (["--max-num-batched-tokens", "9" * 5000], "a number from 24"),
+    ],
+)
+def test_a_step_has_room_for_every_sequence(
+    arguments: list[str], cure: str, tmp_path: Path
+) -> None:
+    (finding,) = problems(tmp_path, changed(engines__extra_args=arguments))
+    assert finding.check == "step and sequences"
+    assert cure in str(finding.cure)
+
+
+@pytest.mark.parametrize("argument", ["-q=fp8", "-dc={}", "-ep", "--enforce-eager", "-cc.mode=0"])
+def test_extra_arguments_that_change_no_sum(argument: str, tmp_path: Path) -> None:
+    assert problems(tmp_path, changed(engines__extra_args=[argument])) == []
 
 
 def test_options_do_not_contradict(tmp_path: Path) -> None:
@@ -249,6 +312,10 @@ def test_a_target_with_one_stream(tmp_path: Path) -> None:
         ({"target": "org/never-downloaded"}, "no config.json here says its num_hidden_layers"),
         ({"draft": "nowhere.json"}, "nowhere.json cannot be read"),
         ({"engines__layers": "2,94"}, "94 is above 93"),
+        ({"engines__tp": 5}, "num_attention_heads 96 does not divide by engines.tp 5"),
+        ({"engines__pp": 96}, "96 pipeline stages are more than the model's 93"),
+        ({"engines__max_len": 2**31 - 1}, "is above the 1048576 positions"),
+        ({"store__lease": f"{'9' * 400}s"}, "is out of range: give at most 1000000000s"),
         ({"engines__options__publish_timeout": 3}, "unknown key 'publish_timeout'"),
         ({"store__options__hard_pins": True}, "unknown option 'hard_pins'"),
         ({"store__lease": "3 minutes"}, "store.lease: '3 minutes' is no time"),
