@@ -19,7 +19,7 @@ from pathlib import Path
 from stagetap import patchstack
 from stagetap.errors import StageTapError
 from stagetap.patchstack.operations import Status
-from stagetap.patchstack.workshop import python_sources, unlike_release
+from stagetap.patchstack.wheel import python_sources, unlike_release
 from stagetap.stores.mooncake_package import LEAST_VERSION
 from stagetap_image.errors import BuildRefused
 from stagetap_image.mooncake import check_choice, check_libraries, cuda_of_torch
@@ -84,8 +84,8 @@ def check_base(version: str, series_sha256: str) -> None:
     sources = python_sources(package)
     if differing := unlike_release(package, sources):
         raise BuildRefused(
-            f"{package.path} is not vLLM {version} as released: {differing[0]} is not what its "
-            "wheel installed; use the base of bases.lock"
+            f"{package.path} is not vLLM {version} as released: {differing[0]}; use the base of "
+            "bases.lock"
         )
     say(f"vLLM {version} at {package.path} is as released, {len(sources)} files compared")
 

@@ -13,7 +13,9 @@ package directory, whatever that directory is called.
 ``swap``                  replace several files: all or none
 ``records``               which series was applied to a package, kept inside the package
 ``operations``            status, apply, revert, verify
+``checkout``              whether a repository's HEAD is all of the series
 ``workshop``              series -> git repository -> series
+``wheel``                 a package's files against its wheel's RECORD
 ``table``, ``lint``       the numbers in ``patches/README.md``, and the rules of the series
 ========================  ==========================================================
 """

@@ -18,8 +18,9 @@ from pathlib import Path
 
 from stagetap.errors import Refused, StageTapError
 from stagetap.patchstack.locate import Package, check_version, find_vllm
-from stagetap.patchstack.workshop import python_sources, unlike_release
+from stagetap.patchstack.wheel import python_sources, unlike_release
 
+_AGAIN = "remove the folder, so that it is fetched again"
 _KEPT = (".py", "/RECORD", "/METADATA", "/WHEEL")
 
 
@@ -41,7 +42,7 @@ def kept_release(version: str, cache: Path) -> Package | None:
     folder = cache / check_version(version)
     if not (folder / "vllm" / "__init__.py").is_file():
         return None
-    return _checked(find_vllm(folder), version)
+    return _checked(folder, version)
 
 
 def release(version: str, cache: Path) -> Package:
@@ -96,7 +97,7 @@ def _fetch(version: str, cache: Path) -> Package:
         folder = Path(temporary)
         wheel = _download(version, folder / "wheel")
         unpack_sources(wheel, folder / "unpacked")
-        _checked(find_vllm(folder / "unpacked"), version)
+        _checked(folder / "unpacked", version)
         target = cache / version
         shutil.rmtree(target, ignore_errors=True)  # what a killed command may have left
         os.replace(folder / "unpacked", target)
@@ -115,12 +116,15 @@ def _download(version: str, folder: Path) -> Path:
     return wheels[0]
 
 
-def _checked(package: Package, version: str) -> Package:
+def _checked(folder: Path, version: str) -> Package:
+    try:
+        package = find_vllm(folder)
+    except Refused:
+        raise Refused(f"{folder}: vllm/_version.py does not say a version; {_AGAIN}") from None
     if package.version != version:
-        raise Refused(f"{package.path} is vLLM {package.version}, not {version}; remove it")
-    if differing := unlike_release(package, python_sources(package)):
         raise Refused(
-            f"{package.path.parent}: {differing[0]} is not as in the wheel; remove the folder and "
-            "try again"
+            f"{package.path.parent} holds vLLM {package.version}, not {version}; {_AGAIN}"
         )
+    if differing := unlike_release(package, python_sources(package)):
+        raise Refused(f"{package.path.parent}: {differing[0]}; {_AGAIN}")
     return package

@@ -10,7 +10,7 @@ from stagetap.patchstack.gitrun import Contents
 from stagetap.patchstack.locate import find_vllm
 from stagetap.patchstack.operations import pristine_package
 from stagetap.patchstack.releases import kept_release, release
-from stagetap.patchstack.workshop import python_sources, unlike_release
+from stagetap.patchstack.wheel import python_sources, unlike_release
 
 
 def released_files(version: str, cache: Path, vllm: Path | None = None) -> Contents:
@@ -51,8 +51,8 @@ def pristine_files(vllm: Path | None = None) -> Contents:
     files = {**python_sources(package), **touched}
     if differing := unlike_release(package, files):
         raise Refused(
-            f"{differing[0]} is neither as released nor patched by StageTap; name a vLLM that is "
-            "with --vllm PATH"
+            f"{package.path} is neither as released nor patched by StageTap: {differing[0]}; "
+            "reinstall it, or name a vLLM that is with --vllm PATH"
         )
     return files
 

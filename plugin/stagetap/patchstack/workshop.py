@@ -6,9 +6,6 @@ for each patch above it. Exports are deterministic: no commit ids, no versions, 
 
 from __future__ import annotations
 
-import base64
-import csv
-import hashlib
 import re
 from pathlib import Path
 
@@ -21,7 +18,6 @@ from stagetap.patchstack.checkout import (
     release_subject,
 )
 from stagetap.patchstack.gitrun import Contents, git, write_files
-from stagetap.patchstack.locate import Package
 from stagetap.patchstack.patchfile import Patch, file_name
 from stagetap.patchstack.series import Lock, Pin, Series, series_digest, sha256
 from stagetap.stores.file_io import naming
@@ -52,25 +48,6 @@ FORMAT_PATCH = (
 # Any other path stands quoted in a patch, or ends too early there.
 _UNQUOTED = re.compile(r'[^\s"\\\x00-\x1f\x7f]+')
 _MESSAGE_END = re.compile(r"^(?:---(?:[ \t].*)?|diff -.*|Index: .*)$", re.MULTILINE)
-
-
-def python_sources(package: Package) -> Contents:
-    """Every Python file of the package, by patch path."""
-    return {
-        f"vllm/{file.relative_to(package.path).as_posix()}": file.read_bytes()
-        for file in sorted(package.path.rglob("*.py"))
-    }
-
-
-def unlike_release(package: Package, files: Contents) -> list[str]:
-    """Paths whose bytes are not those that the wheel's own RECORD lists; empty without RECORD."""
-    differing = []
-    for record in package.path.parent.glob("vllm*.dist-info/RECORD"):
-        for path, digest, _size in csv.reader(record.read_text("utf-8").splitlines()):
-            data = files.get(path)
-            if data is not None and digest != _record_digest(data):
-                differing.append(path)
-    return differing
 
 
 def build_repository(folder: Path, pristine: Contents, series: Series) -> None:
@@ -145,8 +122,3 @@ def _pin(folder: Path, path: str) -> Pin:
 def _blob(folder: Path, commit: str, path: str) -> bytes | None:
     listed = git("ls-tree", commit, "--", path, cwd=folder)
     return git("cat-file", "blob", f"{commit}:{path}", cwd=folder) if listed.strip() else None
-
-
-def _record_digest(data: bytes) -> str:
-    encoded = base64.urlsafe_b64encode(hashlib.sha256(data).digest())
-    return "sha256=" + encoded.decode().rstrip("=")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -58,15 +56,15 @@ def test_other_bases_are_refused_by_name(base: Path) -> None:
 
 def test_a_file_that_no_patch_touches_must_be_that_of_its_wheel(base: Path) -> None:
     digest, version = digest_and_version()
-    info = base.parent / f"vllm-{version}.dist-info"
-    info.mkdir()
-    other = base / "other.py"
-    other.write_text("x = 1\n")
-    recorded = base64.urlsafe_b64encode(hashlib.sha256(b"x = 1\n").digest()).decode().rstrip("=")
-    (info / "RECORD").write_text(f"vllm/other.py,sha256={recorded},6\n")
-    assemble.check_base(version, digest)
+    other = base / "config/__init__.py"
     other.write_text("x = 2\n")
-    with pytest.raises(BuildRefused, match=r"vllm/other\.py is not what its wheel"):
+    with pytest.raises(BuildRefused, match=r"vllm/config/__init__\.py is not what its wheel"):
+        assemble.check_base(version, digest)
+    other.unlink()
+    with pytest.raises(BuildRefused, match=r"vllm/config/__init__\.py is missing"):
+        assemble.check_base(version, digest)
+    (base.parent / f"vllm-{version}.dist-info/RECORD").unlink()
+    with pytest.raises(BuildRefused, match="RECORD does not list its files; use the base of"):
         assemble.check_base(version, digest)
 
 

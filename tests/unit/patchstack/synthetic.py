@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -68,9 +70,19 @@ OLDER_COMMITS = (
 )
 
 
+def record_of(files: Mapping[str, bytes]) -> bytes:
+    """The RECORD of a wheel with these files."""
+    lines = []
+    for path, data in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode().rstrip("=")
+        lines.append(f"{path},sha256={digest},{len(data)}\n")
+    return "".join(lines).encode()
+
+
 def make_package(parent: Path, files: Mapping[str, bytes] = PRISTINE) -> Path:
-    """Write the package below ``parent``, with modes that a careless copy would lose."""
+    """Install the package below ``parent``, with modes that a careless copy would lose."""
     write_files(parent, files)
+    write_files(parent, {f"vllm-{VERSION}.dist-info/RECORD": record_of(files)})
     (parent / "vllm/envs.py").chmod(0o600)
     (parent / "vllm/config/model.py").chmod(0o755)
     return parent / "vllm"

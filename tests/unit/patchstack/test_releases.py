@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import sys
 import zipfile
 from collections.abc import Mapping
@@ -25,26 +23,18 @@ from stagetap.patchstack.releases import (
 )
 from stagetap.patchstack.series import Series
 from stagetap.patchstack.sources import files_at_hand, pristine_files, released_files
-from stagetap.patchstack.workshop import python_sources
-from unit.patchstack.synthetic import PRISTINE, make_package
+from stagetap.patchstack.wheel import python_sources
+from unit.patchstack.synthetic import PRISTINE, record_of
 
 VERSION = "0.33.0"
 FILES = PRISTINE | {"vllm/_version.py": b"__version__ = version = '0.33.0'\n"}
-
-
-def _record(files: Mapping[str, bytes]) -> bytes:
-    lines = []
-    for path, data in files.items():
-        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode().rstrip("=")
-        lines.append(f"{path},sha256={digest},{len(data)}\n")
-    return "".join(lines).encode()
 
 
 def _wheel(folder: Path, more: Mapping[str, bytes] | None = None) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"vllm-{VERSION}-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
-        contents = {**FILES, f"vllm-{VERSION}.dist-info/RECORD": _record(FILES), **(more or {})}
+        contents = {**FILES, f"vllm-{VERSION}.dist-info/RECORD": record_of(FILES), **(more or {})}
         for name, data in contents.items():
             archive.writestr(name, data)
     return path
@@ -82,16 +72,26 @@ def test_a_release_is_fetched_once_by_its_name(tmp_path: Path, pip: list[list[st
     assert [path.name for path in cache.iterdir()] == [VERSION], "nothing else is left behind"
 
 
-def test_an_edited_file_in_the_cache_is_refused(tmp_path: Path, pip: list[list[str]]) -> None:
-    package = release(VERSION, tmp_path)
-    package.file("vllm/envs.py").write_text("edited\n")
-    with pytest.raises(Refused, match=r"vllm/envs\.py is not as in the wheel"):
-        kept_release(VERSION, tmp_path)
-
-
-def test_another_version_in_its_place_is_refused(tmp_path: Path) -> None:
-    make_package(tmp_path / VERSION)
-    with pytest.raises(Refused, match=r"is vLLM 0\.32\.0, not 0\.33\.0"):
+@pytest.mark.parametrize(
+    ("path", "data", "said"),
+    [
+        ("vllm/envs.py", b"edited", r"vllm/envs\.py is not what its wheel installed"),
+        ("vllm/envs.py", None, r"vllm/envs\.py is missing"),
+        ("vllm/more.py", b"", r"vllm/more\.py is in no RECORD"),
+        ("vllm/_version.py", b"", r"vllm/_version\.py does not say a version"),
+        ("vllm/_version.py", b"version = '0.32.0'", r"holds vLLM 0\.32\.0, not 0\.33\.0"),
+        (f"vllm-{VERSION}.dist-info/RECORD", None, "RECORD does not list its files"),
+    ],
+)
+def test_what_is_not_the_wheel_in_the_cache_is_to_be_removed(
+    tmp_path: Path, pip: list[list[str]], path: str, data: bytes | None, said: str
+) -> None:
+    release(VERSION, tmp_path)
+    file = tmp_path / VERSION / path
+    file.unlink(missing_ok=True)
+    if data is not None:
+        file.write_bytes(data)
+    with pytest.raises(Refused, match=f"{tmp_path}/{VERSION}.*{said}.*remove the folder, so that"):
         kept_release(VERSION, tmp_path)
 
 

