@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from stagetap.patchstack.locate import Package
-from stagetap.patchstack.series import Series, has_lock, read_series, write_series
+from stagetap.patchstack.series import Series, SeriesError, has_lock, load_series, write_series
 
 _FOLDER = ".stagetap"
 
@@ -23,7 +23,10 @@ def read_records(package: Package) -> list[Series]:
     # The lock is written last: a record without it is of a run that was killed before it changed
     # anything. Any other record that cannot be read may be the only key to the files as they are.
     complete = (folder for folder in sorted(_root(package).glob("*")) if has_lock(folder))
-    records = (read_series(folder) for folder in complete)
+    try:
+        records = [load_series(folder) for folder in complete]
+    except SeriesError as error:
+        raise SeriesError(f"{error}; reinstall vLLM {package.version}") from error
     return [series for series in records if series.version == package.version]
 
 
@@ -58,9 +61,12 @@ def keep_only(package: Package, series: Series | None) -> None:
     _remove(_root(package), set(_root(package).glob("*")) - keep)
 
 
-def _remove(root: Path, folders: Iterable[Path]) -> None:
-    for folder in folders:
-        shutil.rmtree(folder)
+def _remove(root: Path, entries: Iterable[Path]) -> None:
+    for entry in entries:
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()  # a file manager's, since ours are folders
     if root.exists() and not any(root.iterdir()):
         root.rmdir()
 

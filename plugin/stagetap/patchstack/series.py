@@ -93,10 +93,15 @@ def series_digest(patches: Iterable[Patch]) -> str:
 def parse_series(text: bytes) -> list[str]:
     """Patch names in order; blank lines and ``#`` comments carry nothing.
 
-    Raises SeriesError on a name that occurs twice or leaves the folder.
+    Raises SeriesError on a name that occurs twice or leaves the folder, and on other bytes than
+    UTF-8.
     """
     names: list[str] = []
-    for raw in text.decode("utf-8").splitlines():
+    try:
+        lines = text.decode("utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise SeriesError(f"{SERIES_FILE} is not UTF-8: {error}") from error
+    for raw in lines:
         name = raw.strip()
         if not name or name.startswith("#"):
             continue
@@ -119,28 +124,51 @@ def decode_lock(data: bytes) -> Lock:
             for path, pin in document["files"].items()
         }
         return Lock(document["vllm_version"], document["series_sha256"], files)
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise SeriesError(f"{LOCK_FILE} is damaged: {error!r}") from error
 
 
 def read_series(folder: Path) -> Series:
-    """Load a series folder.
+    """Load the series of the vLLM that ``folder`` is called after.
 
-    Raises SeriesError when a file is missing, or when the patches are not those that the lock
-    was made for: nothing must be applied that the lock's hashes do not answer for.
+    Raises SeriesError like ``load_series``, and for the series of another version.
+    """
+    try:
+        series = load_series(folder)
+        if series.version != folder.name:
+            raise SeriesError(f"{LOCK_FILE} in {folder} is for vLLM {series.version}")
+    except SeriesError as error:
+        raise SeriesError(
+            f"{error}; reinstall stagetap, or run `stagetap patch export` after changing patches"
+        ) from error
+    return series
+
+
+def load_series(folder: Path) -> Series:
+    """Load a series, whatever its folder is called.
+
+    Raises SeriesError, naming the folder, when a file is missing or damaged, or when the patches
+    are not those that the lock was made for: nothing must be applied that the lock's hashes do not
+    answer for.
     """
     try:
         names = parse_series((folder / SERIES_FILE).read_bytes())
         patches = tuple(Patch(name, (folder / name).read_bytes()) for name in names)
         lock = decode_lock((folder / LOCK_FILE).read_bytes())
+        touched = {change.path for patch in patches for change in patch.changes}
     except OSError as error:
         raise SeriesError(f"the patch series {folder} is incomplete: {error}") from error
+    except (SeriesError, ValueError) as error:
+        raise SeriesError(f"the patch series {folder} is damaged: {error}") from error
     series = Series(patches, lock)
     if series.digest != lock.series_sha256:
-        raise SeriesError(
-            f"the patches in {folder} are not those of its {LOCK_FILE}; reinstall stagetap, "
-            "or run `stagetap patch export` after changing them"
-        )
+        raise SeriesError(f"the patches in {folder} are not those of its {LOCK_FILE}")
+    if unlike := sorted(touched ^ lock.files.keys()):
+        held = "patched but not in it" if unlike[0] in touched else "in it but not patched"
+        raise SeriesError(f"{LOCK_FILE} in {folder} is not of its patches: {unlike[0]} is {held}")
+    for path in touched:
+        if not path.startswith("vllm/") or ".." in path.split("/"):
+            raise SeriesError(f"the patch series {folder} touches {path}, no file of vLLM")
     return series
 
 

@@ -31,8 +31,16 @@ def touched_paths(known: Iterable[Series]) -> list[str]:
 
 
 def read_touched(package: Package, known: Iterable[Series]) -> Contents:
-    """The present bytes of every file that one of the series touches."""
-    return {path: read_file(package.file(path)) for path in touched_paths(known)}
+    """The present bytes of every file that one of the series touches.
+
+    Raises Refused for a folder in the place of one, or another thing that cannot be read.
+    """
+    try:
+        return {path: read_file(package.file(path)) for path in touched_paths(known)}
+    except OSError as error:
+        raise Refused(
+            f"{error.filename} cannot be read: {error.strerror}; reinstall vLLM {package.version}"
+        ) from error
 
 
 def file_states(files: Contents, wanted: Series, known: Sequence[Series]) -> dict[str, FileState]:

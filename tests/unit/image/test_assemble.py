@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stagetap import patchstack
-from stagetap.patchstack.series import read_series
+from stagetap.patchstack.series import load_series
 from stagetap_image import assemble
 from stagetap_image.errors import BuildRefused
 from unit.patchstack import synthetic
@@ -75,7 +75,7 @@ def test_patched_files_come_with_their_bytecode(base: Path) -> None:
         file = status.package.file(path)
         assert {file, Path(importlib.util.cache_from_source(str(file)))} <= files
     record = next(iter((status.package.path / ".stagetap").iterdir()))
-    assert read_series(record).digest == status.series.digest
+    assert load_series(record).digest == status.series.digest
     assert record / "lock.json" in files
     assert all(file.is_file() for file in files)
 

@@ -52,6 +52,33 @@ def test_a_second_time_touches_nothing(
     assert {path: path.stat().st_mtime_ns for path in vllm.rglob("*")} == before
 
 
+def test_a_stray_file_among_the_records_is_cleared_away(vllm: Path, patches: Path) -> None:
+    operations.apply(vllm, patches)
+    for stray, command in ((".DS_Store", operations.apply), ("notes", operations.revert)):
+        (vllm / ".stagetap" / stray).write_text("stray")
+        command(vllm, patches)
+        assert not (vllm / ".stagetap" / stray).exists()
+    assert not (vllm / ".stagetap").exists()
+
+
+def test_a_damaged_record_is_named_with_the_cure(vllm: Path, patches: Path) -> None:
+    operations.apply(vllm, patches)
+    (lock,) = (vllm / ".stagetap").glob("*/lock.json")
+    lock.write_bytes(b"\xff")
+    with pytest.raises(SeriesError) as refused:
+        operations.verify(vllm, patches)
+    assert f"{lock.parent} is damaged: lock.json" in str(refused.value)
+    assert "reinstall vLLM 0.32.0" in str(refused.value)
+
+
+def test_a_folder_in_the_place_of_a_file_is_named(vllm: Path, patches: Path) -> None:
+    (vllm / "envs.py").unlink()
+    (vllm / "envs.py").mkdir()
+    for command in (operations.status, operations.apply, operations.revert, operations.verify):
+        with pytest.raises(Refused, match=r"vllm/envs\.py cannot be read: Is a dir.*; reinstall"):
+            command(vllm, patches)
+
+
 def test_status_changes_nothing_and_says_each_file(vllm: Path, patches: Path) -> None:
     before = snapshot(vllm)
     found = operations.status(vllm, patches)
