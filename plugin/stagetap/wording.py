@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
+from decimal import Decimal
 from typing import Any
 
 _SHOWN_CHARACTERS = 80
@@ -32,6 +33,11 @@ def shortened(text: str, characters: int = _SHOWN_CHARACTERS) -> str:
 def one_line(error: BaseException) -> str:
     """What an error says, its lines joined; its name where it says nothing."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def plain(number: float) -> str:
+    """``120``, ``0.5``, ``1234567``: never with an exponent, which no option takes."""
+    return f"{Decimal(repr(number)):f}".removesuffix(".0")
 
 
 def counted(number: int, noun: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,9 @@ def read_yaml_map(file: Path) -> dict[str, Any]:
     """What a file holds.
 
     Raises:
-        Refused: it is no file, no YAML, too long or nested too deeply; it holds no map, an alias,
+        Refused: it is no YAML, too long or nested too deeply; it holds no map, an alias,
             a key that is no text, or one twice, ``-`` and ``_`` being alike.
     """
-    if not os.path.isfile(file):
-        raise Refused(f"{shortened(str(file), 200)} is no file; give one for vllm serve --config")
     try:
         with file.open("rb") as opened:
             text = opened.read(_MOST_BYTES + 1)
@@ -33,7 +30,8 @@ def read_yaml_map(file: Path) -> dict[str, Any]:
         document = yaml.load(text.decode("utf-8"), _Loader)
     except (Refused, OSError, ValueError, OverflowError, yaml.YAMLError) as error:
         said = shortened(one_line(error), 300)
-        raise Refused(f"{file} cannot be read ({said}); give a file in YAML") from None
+        name = shortened(str(file), 200)
+        raise Refused(f"{name} cannot be read ({said}); give a file in YAML") from None
     if not isinstance(document, dict):
         held = "nothing" if document is None else shown(document)
         raise Refused(f"{file} holds {held}; give a file of keys and values in YAML")

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from stagetap.cli.doctor_config import Expectations
+from stagetap.cli.doctor_recipe import examine
 from stagetap.errors import Refused
 from stagetap.yaml_file import read_yaml_map
 
@@ -67,8 +69,11 @@ def test_all_else_is_refused_in_one_line_at_once(text: str, says: str, tmp_path:
 
 @pytest.mark.parametrize("name", [".", "nowhere.yaml", "n" * 5000])
 def test_what_is_no_file(name: str, tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="is no file"):
+    with pytest.raises(Refused, match="cannot be read") as refused:
         read_yaml_map(tmp_path / name)
+    assert len(str(refused.value)) < 700
+    (finding,), _ = examine(tmp_path / name, Expectations())
+    assert "is no file; give one" in finding.found
 
 
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +77,10 @@ def check_config(file: Path, expectations: Expectations) -> Iterator[Finding]:
 
 
 def _checked(file: Path, draft: Path | None, expected: Expected) -> Iterator[Finding]:
+    if not os.path.isfile(file):
+        raise Refused(
+            f"{shortened(str(file), 200)} is no file; give one for vllm serve --config, or a recipe"
+        )
     from stagetap.engine.parallel import check_parallel
     from stagetap.engine.serve_file import read_serve_file
 

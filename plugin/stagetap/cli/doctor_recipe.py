@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from stagetap.plan.couplings import Served
 from stagetap.plan.layout import check_layout
 from stagetap.plan.parallel import Parallel
 from stagetap.recipe.checks import Told, check_recipe
-from stagetap.recipe.commands import DRAFT_TYPE, Start, starts, store_uri
+from stagetap.recipe.commands import DRAFT_TYPE, Start, starts, store_uri, train_command
 from stagetap.recipe.document import Recipe, is_recipe, read_recipe
 from stagetap.recipe.extra_arguments import has_expert_parallel
 from stagetap.stores.mooncake_uri import parse_uri
+from stagetap.training.acceptance import check_training
 from stagetap.wording import one_line, shortened, shown
 
 _OPTIONS = {"--tp": "engines.tp", "--max-len": "engines.max-len"}
@@ -46,6 +48,8 @@ def examine(file: Path, expectations: Expectations) -> tuple[list[Finding], list
         told = _told(recipe)
         summary = Finding("recipe", f"{file}: {recipe.target}, layers {recipe.engines.layers}")
         findings = [summary, *check_recipe(recipe, told)]
+        if all(finding.ok for finding in findings):
+            findings += check_training(recipe.draft, told.draft, train_command(recipe, told.draft))
     except StageTapError as error:
         return [Finding("recipe", one_line(error), SEE_FOUND)], []
     well = all(finding.ok for finding in findings)
@@ -54,6 +58,8 @@ def examine(file: Path, expectations: Expectations) -> tuple[list[Finding], list
 
 def _document(file: Path) -> Any:
     """What a file holds that could be a recipe; what is wrong with another, its reader says."""
+    if not os.path.isfile(file):
+        return None
     try:
         from stagetap.yaml_file import read_yaml_map
 
@@ -103,5 +109,7 @@ def _told(recipe: Recipe) -> Told:
         store=parse_uri(uri),
         draft=draft,
         draft_ids=read_draft(recipe.draft, facts.num_hidden_layers),
+        hidden_size=facts.hidden_size,
+        vocab_size=facts.vocab_size,
         has_attention_residuals=decoder_values(config).says("attn_res_block_size"),
     )

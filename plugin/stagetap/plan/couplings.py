@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from stagetap.findings import Finding
 from stagetap.stores.mooncake_uri import MooncakeOptions
+from stagetap.wording import plain
 
 MASTER_LEASE_S = 10.0
 """What a mooncake_master gives a reader unless it was started with another
@@ -151,23 +152,25 @@ def check_copies(store: MooncakeOptions, lenders: int) -> Iterator[Finding]:
 
 def check_times(served: Served, store: MooncakeOptions, expected: Expected) -> Iterator[Finding]:
     """Whether leases, pins and timeouts outlast what they have to."""
-    lease = f"the master's lease is {expected.lease_s:g} s, lease_wait {store.lease_wait:g} s"
+    lease = (
+        f"the master's lease is {plain(expected.lease_s)} s, lease_wait {plain(store.lease_wait)} s"
+    )
     short = not store.force_remove and store.lease_wait <= expected.lease_s
     yield Finding(
         "lease and removal",
         lease,
         f"a removal would give up while its own read still holds a lease: set lease_wait above "
-        f"{expected.lease_s:g}, or give the master a shorter lease"
+        f"{plain(expected.lease_s)}, or give the master a shorter lease"
         if short
         else None,
     )
     longest_write = store.space_wait + store.put_timeout
     yield Finding(
         "publishing",
-        f"a write may take {longest_write:g} s (space_wait and put_timeout), a sample "
-        f"{served.publish_timeout_s:g} s (publish_timeout_s)",
-        f"set publish_timeout_s above {longest_write:g}, or space_wait lower: a sample would fail "
-        "before its store says why"
+        f"a write may take {plain(longest_write)} s (space_wait and put_timeout), a sample "
+        f"{plain(served.publish_timeout_s)} s (publish_timeout_s)",
+        f"set publish_timeout_s above {plain(longest_write)}, or space_wait lower: a sample would "
+        "fail before its store says why"
         if served.publish_timeout_s <= longest_write
         else None,
     )
@@ -192,23 +195,23 @@ def _consumed(store: MooncakeOptions, expected: Expected) -> Finding:
     check = "time until consumed"
     if expected.consume_s is None:
         return Finding(check, "not told: say --consume-time to have waits and pins compared")
-    seconds = f"a sample is removed {expected.consume_s:g} s after its commit"
+    seconds = f"a sample is removed {plain(expected.consume_s)} s after its commit"
     if not store.hard_pin:
         lost = store.soft_pin < expected.consume_s
         return Finding(
             check,
-            f"{seconds}; nothing is pinned hard, soft_pin {store.soft_pin:g} s",
+            f"{seconds}; nothing is pinned hard, soft_pin {plain(store.soft_pin)} s",
             f"eviction would take samples that nobody has read: set soft_pin above "
-            f"{expected.consume_s:g}, or hard_pin=on"
+            f"{plain(expected.consume_s)}, or hard_pin=on"
             if lost
             else None,
         )
     impatient = store.space_wait < expected.consume_s
     return Finding(
         check,
-        f"{seconds}; a write to a full store waits {store.space_wait:g} s (space_wait)",
+        f"{seconds}; a write to a full store waits {plain(store.space_wait)} s (space_wait)",
         f"a full store would fail samples before its consumer makes room: set space_wait to at "
-        f"least {expected.consume_s:g}"
+        f"least {plain(expected.consume_s)}"
         if impatient
         else None,
     )

@@ -22,10 +22,15 @@ from stagetap.plan.couplings import (
     check_times,
 )
 from stagetap.recipe.document import Recipe, seconds
+from stagetap.recipe.draft import check_target
 from stagetap.recipe.extra_arguments import check_extra_arguments
+from stagetap.recipe.nodes import same_node
 from stagetap.stores.mooncake_uri import MooncakeOptions
 from stagetap.taps import STREAM_MIXTURE, STREAM_PREFIX_SUM, stream_of_k3_draft
-from stagetap.wording import counted
+from stagetap.wording import counted, plain
+
+_LEAST_LEASE_S = 0.001
+"""What ``stagetap store up --lease-ms`` takes."""
 
 BLOCKS = 2
 """A draft is supervised in the block that begins at an anchor. Of loss tokens in one piece, one
@@ -42,6 +47,8 @@ class Told:
         store: the store's address.
         draft: the draft's config.json.
         draft_ids: taps that the draft reads.
+        hidden_size: of the target; None where its config.json does not say it.
+        vocab_size: likewise.
         has_attention_residuals: whether the target is a Kimi-K3.
     """
 
@@ -50,6 +57,8 @@ class Told:
     store: MooncakeOptions
     draft: Mapping[str, Any]
     draft_ids: tuple[int, ...]
+    hidden_size: int | None
+    vocab_size: int | None
     has_attention_residuals: bool
 
 
@@ -58,6 +67,7 @@ def check_recipe(recipe: Recipe, told: Told) -> Iterator[Finding]:
     yield check_gpus(recipe)
     yield check_tensor_parallel(recipe)
     yield from check_extra_arguments(recipe, told.draft)
+    yield from check_target(told.draft, recipe.draft, told.hidden_size, told.vocab_size)
     yield from check_taps(recipe, told)
     yield check_stream(recipe, told)
     yield check_blocks(recipe, told.draft)
@@ -85,7 +95,8 @@ def check_gpus(recipe: Recipe) -> Finding:
         f"engines have {for_engines} GPUs and the trainer {for_trainer}, on "
         f"{counted(len(named), 'node')}; the recipe is for {recipe.gpus} on {recipe.nodes}"
     )
-    twice = sorted({node for node in named if named.count(node) > 1})
+    meant = [same_node(node) for node in named]
+    twice = [node for node, same in zip(named, meant, strict=True) if meant.count(same) > 1]
     if twice:
         return Finding(check, f"{found}; {twice[0]} is named twice", "name each node once")
     if (gpus, len(named)) == (recipe.gpus, recipe.nodes):
@@ -215,12 +226,14 @@ def check_segments(recipe: Recipe, told: Told) -> Iterator[Finding]:
 def check_lease(expected: Expected) -> Finding:
     """Whether a sample that a reader has asked for stays until it is consumed."""
     consume = expected.consume_s or 0.0
+    least = max(consume, _LEAST_LEASE_S)
     return Finding(
         "lease and consume time",
-        f"a lease lasts {expected.lease_s:g} s, a sample is removed {consume:g} s after its commit",
-        f"set store.lease to at least {consume:g}s: whoever cleans the store up could take what is "
-        "being consumed"
-        if expected.lease_s < consume
+        f"a lease lasts {plain(expected.lease_s)} s, a sample is removed {plain(consume)} s after "
+        "its commit",
+        f"set store.lease to at least {plain(least)}s: whoever cleans the store up could take what "
+        "is being consumed"
+        if expected.lease_s < least
         else None,
     )
 
@@ -233,17 +246,19 @@ def check_fetch_wait(
     publish, consume = options.publish_timeout_s, expected.consume_s or 0.0
     yield Finding(
         "fetch wait and publishing",
-        f"the trainer waits {wait:g} s for a sample, which may be committed {publish:g} s after "
-        "its request ended (publish_timeout_s)",
-        f"set trainer.fetch-wait above {publish:g}s: the trainer would give up on samples that come"
+        f"the trainer waits {plain(wait)} s for a sample, which may be committed "
+        f"{plain(publish)} s after its request ended (publish_timeout_s)",
+        f"set trainer.fetch-wait above {plain(publish)}s: the trainer would give up on samples "
+        "that come"
         if wait <= publish
         else None,
     )
     yield Finding(
         "fetch wait and consume time",
-        f"the trainer waits {wait:g} s for a sample, a full store takes it when another is "
-        f"removed, {consume:g} s after its commit",
-        f"set trainer.fetch-wait above {consume:g}s, or expected.consume-time below {wait:g}s"
+        f"the trainer waits {plain(wait)} s for a sample, a full store takes it when another is "
+        f"removed, {plain(consume)} s after its commit",
+        f"set trainer.fetch-wait above {plain(consume)}s, or expected.consume-time below "
+        f"{plain(wait)}s"
         if wait <= consume
         else None,
     )

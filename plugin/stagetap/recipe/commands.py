@@ -6,13 +6,16 @@ import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from urllib.parse import quote, urlencode
 
-from stagetap.config_values import ConfigValues
 from stagetap.protected import PROTECTED
 from stagetap.recipe.document import Recipe, seconds
+from stagetap.recipe.draft import mask_token
+from stagetap.recipe.nodes import in_address
 from stagetap.stores.mooncake_processes import lending_arguments
 from stagetap.stores.mooncake_uri import MooncakeOptions, parse_uri
 from stagetap.taps import MIXTURE_ENV, STREAM_MIXTURE, STREAM_PREFIX_SUM
+from stagetap.wording import plain
 
 DRAFT_TYPE = "k3_dspark"
 """What a recipe trains. Drafts of other types take their shape from further flags."""
@@ -68,8 +71,8 @@ def store_uri(recipe: Recipe) -> str:
     """The store's address, the same for engines and trainer. The engines' workers lend nothing."""
     given = {name: _word(value) for name, value in recipe.store.options.items()}
     options = {"global_segment_size": "0", **given}
-    query = "&".join(f"{name}={value}" for name, value in options.items())
-    return f"mooncake://{_master(recipe)}/{recipe.store.run}?{query}"
+    run = quote(recipe.store.run, safe="")
+    return f"mooncake://{_master(recipe)}/{run}?{urlencode(options)}"
 
 
 def starts(recipe: Recipe, draft: Mapping[str, object]) -> list[Start]:
@@ -94,9 +97,9 @@ def train_command(recipe: Recipe, draft: Mapping[str, object]) -> list[str]:
         *("stagetap", "train", "--speculator-type", DRAFT_TYPE),
         *("--draft-config", recipe.draft, "--verifier-name-or-path", recipe.target),
         # speculators would look for it in the target's tokenizer.
-        *("--mask-token-id", str(ConfigValues(draft, recipe.draft).integer("mask_token_id"))),
+        *("--mask-token-id", str(mask_token(draft, recipe.draft))),
         *("--hidden-states-backend", "stagetap", "--stagetap-store", store_uri(recipe)),
-        *("--stagetap-wait-s", f"{seconds('trainer.fetch-wait', trainer.fetch_wait):g}"),
+        *("--stagetap-wait-s", f"{plain(seconds('trainer.fetch-wait', trainer.fetch_wait))}"),
         *("--stagetap-min-loss-tokens", str(trainer.min_loss_tokens)),
         *("--stagetap-after-read", "remove", "--epochs", "1"),
         *("--data-path", trainer.rows, "--save-path", trainer.save_path, "--fsdp-shard"),
@@ -124,11 +127,20 @@ def _order(recipe: Recipe) -> list[str]:
 
 
 def _master_start(recipe: Recipe) -> Start:
-    host = recipe.trainer.nodes[0]
+    node = recipe.trainer.nodes[0]
     lease_ms = round(seconds("store.lease", recipe.store.lease) * 1000)
     port = ("--port", str(MASTER_PORT))
-    command = ["stagetap", "store", "up", "--host", host, *port, "--lease-ms", str(lease_ms)]
-    return Start(host, "store", command)
+    command = [
+        "stagetap",
+        "store",
+        "up",
+        "--host",
+        in_address(node),
+        *port,
+        "--lease-ms",
+        str(lease_ms),
+    ]
+    return Start(node, "store", command)
 
 
 def _lenders(recipe: Recipe, store: MooncakeOptions) -> list[Start]:
@@ -139,7 +151,7 @@ def _lenders(recipe: Recipe, store: MooncakeOptions) -> list[Start]:
             f"memory {number}",
             [
                 "mooncake_client",
-                *lending_arguments(store.master, size, node, _LENDER_PORT, store.protocol),
+                *lending_arguments(store, size, in_address(node), _LENDER_PORT),
             ],
         )
         for number, node in enumerate(recipe.trainer.nodes)
@@ -182,7 +194,7 @@ def _torchrun(recipe: Recipe, rank: int) -> list[str]:
 
 
 def _master(recipe: Recipe) -> str:
-    return f"{recipe.trainer.nodes[0]}:{MASTER_PORT}"
+    return f"{in_address(recipe.trainer.nodes[0])}:{MASTER_PORT}"
 
 
 def _word(value: str | bool | int | float) -> str:

@@ -10,7 +10,9 @@ import msgspec
 
 from stagetap.config_values import MAX_SIZE
 from stagetap.errors import Refused
+from stagetap.recipe.nodes import check_node
 from stagetap.stores.mooncake_uri import parse_seconds
+from stagetap.wording import shown
 
 MARKER = "stagetap-recipe"
 """The key that tells a recipe from a file for ``vllm serve --config``; its value is a version."""
@@ -168,7 +170,27 @@ def read_recipe(document: Any, where: str) -> Recipe:
     ):
         if not nodes or not all(nodes):
             raise Refused(f"{where}: {name} is empty; name the address of each node")
+        for node in (node for some in nodes for node in some):
+            check_node(f"{where}: {name}", node)
+    _check_texts(recipe, where)
     return recipe
+
+
+def _check_texts(recipe: Recipe, where: str) -> None:
+    """No value may be taken for nothing, or for an option of the command that it stands in."""
+    for name, text in (
+        ("target", recipe.target),
+        ("draft", recipe.draft),
+        ("engines.layers", recipe.engines.layers),
+        ("store.run", recipe.store.run),
+        ("trainer.rows", recipe.trainer.rows),
+        ("trainer.prompts", recipe.trainer.prompts),
+        ("trainer.save-path", recipe.trainer.save_path),
+    ):
+        if not text.strip() or text.startswith("-") or not text.isprintable():
+            raise Refused(
+                f"{where}: {name} is {shown(text)}; give a text that does not begin with -"
+            )
 
 
 def seconds(where: str, text: str) -> float:
@@ -180,7 +202,7 @@ def seconds(where: str, text: str) -> float:
 
 
 def _left_open(value: Any, place: str) -> Iterator[str]:
-    if value == OPEN:
+    if isinstance(value, str) and OPEN in value:
         yield place
     elif isinstance(value, Mapping):
         for key, each in value.items():

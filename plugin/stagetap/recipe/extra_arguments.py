@@ -46,7 +46,10 @@ def check_extra_arguments(recipe: Recipe, draft: Mapping[str, Any]) -> Iterator[
     flags = {each: f"the recipe's own {each}" for each in own if each.startswith("--")}
     said += contradictions(recipe.trainer.extra_args, flags)
     for options, places in (
-        (recipe.store.options, {"global_segment_size": "store.segment-bytes"}),
+        (
+            recipe.store.options,
+            {"global_segment_size": "store.segment-bytes", "host": "the nodes"},
+        ),
         (recipe.engines.options, {"layers": "engines.layers", "store": "store"}),
     ):
         said += [(name, place) for name, place in places.items() if name in options]

@@ -10,13 +10,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 from stagetap.errors import StoreError
 from stagetap.processes import end_with_parent
 from stagetap.stores.file_io import naming
 from stagetap.stores.mooncake_package import find_program
 from stagetap.stores.mooncake_probe import probe_master
+from stagetap.stores.mooncake_uri import MooncakeOptions
 
 _START_SECONDS = 20.0
 _END_SECONDS = 5.0
@@ -150,24 +151,25 @@ class MemoryHost(Process):
         master: str,
         size_bytes: int,
         host: str = "127.0.0.1",
-        protocol: str = "tcp",
+        protocol: Literal["tcp", "rdma"] = "tcp",
         log: Path | None = None,
     ) -> None:
         """Start one; it lends its memory a moment later. Raises Refused, StoreError."""
-        arguments = lending_arguments(master, size_bytes, host, free_port(host), protocol)
+        store = MooncakeOptions(master=master, protocol=protocol)
+        arguments = lending_arguments(store, size_bytes, host, free_port(host))
         super().__init__("mooncake_client", [find_program("mooncake_client"), *arguments], log)
 
 
-def lending_arguments(
-    master: str, size_bytes: int, host: str, port: int, protocol: str
-) -> list[str]:
+def lending_arguments(store: MooncakeOptions, size_bytes: int, host: str, port: int) -> list[str]:
     """What makes a mooncake_client lend memory to a store, and do nothing else."""
+    devices = [f"-device_names={','.join(store.device_names)}"] if store.device_names else []
     return [
-        f"-master_server_address={master}",
+        f"-master_server_address={store.master}",
         f"-host={host}",
         f"-port={port}",
-        f"-protocol={protocol}",
-        "-metadata_server=P2PHANDSHAKE",
+        f"-protocol={store.protocol}",
+        *devices,
+        f"-metadata_server={store.metadata_server}",
         f"-global_segment_size={size_bytes}",
     ]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from decimal import Decimal
 from types import MappingProxyType
 from typing import Any, Literal
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
@@ -16,7 +15,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 import msgspec
 
 from stagetap.errors import Refused
-from stagetap.wording import shown
+from stagetap.wording import plain, shown
 
 SCHEME = "mooncake"
 P2P_HANDSHAKE = "P2PHANDSHAKE"
@@ -236,9 +235,7 @@ def _text(value: Any) -> str:
     if isinstance(value, tuple):
         return ",".join(value)
     if isinstance(value, float):
-        # Never as 1e+06, which is no time.
-        text = f"{Decimal(repr(value)):f}"
-        return text.removesuffix(".0")
+        return plain(value)
     if isinstance(value, int):
         for unit, size in (("GiB", _GIB), ("MiB", _MIB), ("KiB", _KIB)):
             if value >= size and value % size == 0:

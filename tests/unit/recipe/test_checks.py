@@ -51,6 +51,18 @@ MIXTURE, PREFIX = "attn_res_mixture", "prefix_sum"
             ("10.0.0.1 is named twice",),
             "name each node once",
         ),
+        (
+            {"trainer__nodes": ["Node", "node", "c", "d"]},
+            "GPUs and nodes",
+            ("Node is named twice",),
+            "name each node once",
+        ),
+        (
+            {"trainer__nodes": ["fd00::5", "fd00:0::5", "c", "d"]},
+            "GPUs and nodes",
+            ("fd00::5 is named twice",),
+            "name each node once",
+        ),
         ({"engines__tp": 4}, "world size and TP", ("16 GPUs", "tp 4 are 8"), "set tp to 8"),
         ({"engines__pp": 3}, "world size and TP", ("16 GPUs", "are 24"), "divisor of 16"),
         (
@@ -267,6 +279,8 @@ def test_options_do_not_contradict(tmp_path: Path) -> None:
     (finding,) = problems(tmp_path, document)
     assert "global_segment_size among options" in finding.found
     assert "store.segment-bytes" in str(finding.cure)
+    (finding,) = problems(tmp_path, changed(store__options__host="10.0.0.5"))
+    assert "host among options" in finding.found
 
 
 # The draft and the target --------------------------------------------------------------------
@@ -288,6 +302,77 @@ def test_a_draft_without_fc_norm_has_no_targets(tmp_path: Path) -> None:
     assert f"set fc_norm to true and engines.stream to {MIXTURE}" in str(finding.cure)
 
 
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"mask_token_id": None}, "says no mask_token_id"),
+        ({"mask_token_id": -1}, "mask_token_id is -1, its vocab_size 163840"),
+        ({"mask_token_id": 163840}, "mask_token_id is 163840, its vocab_size 163840"),
+        ({"mask_token_id": "x"}, "mask_token_id is 'x', not an integer"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0, not a size"),
+        ({"markov_rank": None}, "says no markov_rank"),
+        ({"target_layer_ids": [1, 23, 46, 68, 93]}, "94 is above 93"),
+        ({"target_num_hidden_layers": 61}, "made for a target of 61 layers"),
+        # These say K3DSparkConfig's own checks.
+        ({"logit_scale": 2.0}, "not built with logit_scale other than 1"),
+        ({"q_lora_rank": None}, "not built with q_lora_rank=null"),
+        ({"markov_head_type": "gated"}, "markov_head_type='gated'"),
+        ({"rope_parameters": {"rope_type": "yarnish"}}, "yarnish"),
+        ({"num_attention_heads": "64"}, "num_attention_heads"),
+    ],
+)
+def test_a_draft_that_is_not_built(values: dict[str, Any], says: str, tmp_path: Path) -> None:
+    (finding,) = problems(tmp_path, changed(draft=draft_with(tmp_path, **values)))
+    assert says in finding.found
+
+
+@pytest.mark.parametrize(
+    ("values", "found", "cure"),
+    [
+        (
+            {"vocab_size": 163841, "draft_vocab_size": None},
+            "says vocab_size 163841, the target vocab_size 163840",
+            "set vocab_size to 163840",
+        ),
+        (
+            {"hidden_size": 4096, "target_hidden_size": None},
+            "says hidden_size 4096, the target hidden_size 7168",
+            "set hidden_size to 7168",
+        ),
+        (
+            {"target_hidden_size": 4096},
+            "says target_hidden_size 4096, the target hidden_size 7168",
+            "set target_hidden_size to 7168",
+        ),
+    ],
+)
+def test_a_draft_of_another_target(
+    values: dict[str, Any], found: str, cure: str, tmp_path: Path
+) -> None:
+    (finding,) = problems(tmp_path, changed(draft=draft_with(tmp_path, **values)))
+    assert finding.check == "draft and target"
+    assert found in finding.found
+    assert cure in str(finding.cure)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--max-anchor-count", "3"], "unrecognized arguments: --max-anchor-count 3"),
+        (["--num-workers", "four"], "invalid int value: 'four'"),
+        (["--num-workers"], "expected one argument"),
+        (["--help"], "ask for help"),
+    ],
+)
+def test_arguments_that_the_trainer_does_not_take(
+    arguments: list[str], says: str, tmp_path: Path
+) -> None:
+    (finding,) = problems(tmp_path, changed(trainer__extra_args=arguments))
+    assert finding.check == "draft and trainer"
+    assert says in finding.found
+    assert "stagetap train --help" in str(finding.cure)
+
+
 def test_blocks_of_another_size(tmp_path: Path) -> None:
     (finding,) = problems(tmp_path, changed(draft=draft_with(tmp_path, block_size=8)))
     assert "fewer than 14" in finding.found
@@ -298,7 +383,7 @@ def test_blocks_of_another_size(tmp_path: Path) -> None:
 def test_a_target_with_one_stream(tmp_path: Path) -> None:
     folder = tmp_path / "target"
     folder.mkdir()
-    config = {"num_hidden_layers": 93, "hidden_size": 7168, "vocab_size": 9, "dtype": "bfloat16"}
+    config = {"num_hidden_layers": 93, "hidden_size": 7168, "dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config))
     (finding,) = problems(tmp_path, changed(target=str(folder)))
     assert finding.check == "stream and draft"

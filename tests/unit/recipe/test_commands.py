@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stagetap.layer_choice import spread
-from stagetap.recipe.commands import Start, starts
+from stagetap.recipe.commands import Start, starts, store_uri
 from stagetap.recipe.document import read_recipe
 from stagetap.stores.mooncake_uri import parse_uri
 from unit.cli.commands import Command, make_command
@@ -54,6 +54,42 @@ def test_the_store(to_start: list[Start]) -> None:
         assert f"-host={start.node}" in start.command
 
 
+def test_memory_is_lent_as_the_address_says() -> None:
+    document = changed(
+        store__options__protocol="rdma",
+        store__options__device_names="mlx5_0,mlx5_1",
+        store__options__metadata_server="http://10.0.0.5:8080/metadata?a=1&b=2",
+        store__run="a run/1?x=2",
+    )
+    recipe = read_recipe(document, "recipe.yaml")
+    store = parse_uri(store_uri(recipe))
+    assert (store.run, store.global_segment_size) == ("a run/1?x=2", 0)
+    for start in of(starts(recipe, json.loads(DRAFT.read_text("utf-8"))), "memory"):
+        assert "-protocol=rdma" in start.command
+        assert "-device_names=mlx5_0,mlx5_1" in start.command
+        assert f"-metadata_server={store.metadata_server}" in start.command
+
+
+def test_ipv6_nodes_have_brackets_where_a_port_follows() -> None:
+    nodes = ["fd00::5", "fd00::6", "fd00::7", "fd00::8"]
+    recipe = read_recipe(changed(trainer__nodes=nodes), "recipe.yaml")
+    to_start = starts(recipe, json.loads(DRAFT.read_text("utf-8")))
+    (store,) = of(to_start, "store")
+    assert after(store.command, "--host") == "[fd00::5]"
+    assert parse_uri(store_uri(recipe)).master == "[fd00::5]:50051"
+    assert "-host=[fd00::6]" in of(to_start, "memory")[1].command
+    assert {after(start.command, "--master-addr") for start in of(to_start, "trainer")} == {
+        nodes[0]
+    }
+    assert [start.node for start in of(to_start, "trainer")] == nodes
+
+
+def test_times_have_no_exponent() -> None:
+    recipe = read_recipe(changed(trainer__fetch_wait="1234567s"), "recipe.yaml")
+    trainer, *_ = of(starts(recipe, json.loads(DRAFT.read_text("utf-8"))), "trainer")
+    assert after(trainer.command, "--stagetap-wait-s") == "1234567"
+
+
 def test_prompts_are_in_the_trainers_order(to_start: list[Start]) -> None:
     (prompts,) = of(to_start, "prompts")
     trainer = of(to_start, "trainer")[0].command
@@ -90,7 +126,10 @@ def test_stagetap_serve_takes_the_engines(
 
 def test_an_engine_on_one_node_says_no_hosts() -> None:
     document = changed(engines__nodes=[["10.0.0.1"]])
-    (start,) = of(starts(read_recipe(document, "recipe.yaml"), {}), "engine")
+    (start,) = of(
+        starts(read_recipe(document, "recipe.yaml"), {"mask_token_id": 1, "vocab_size": 2}),
+        "engine",
+    )
     assert "--nnodes" not in start.command
 
 

@@ -59,6 +59,37 @@ def test_what_is_no_recipe_is_refused(changes: dict[str, Any], says: str) -> Non
         read_recipe(changed(**changes), "recipe.yaml")
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"trainer__rows": ""}, "trainer.rows is '';"),
+        ({"trainer__rows": "--out"}, "trainer.rows is '--out';"),
+        ({"trainer__save_path": " "}, "trainer.save-path is ' ';"),
+        ({"trainer__prompts": "a\nb"}, "trainer.prompts is "),
+        ({"target": "-t"}, "target is '-t';"),
+        ({"store__run": ""}, "store.run is '';"),
+        ({"trainer__rows": "/data/???/rows"}, "leaves trainer.rows open"),
+        ({"engines__extra_args": ["--download-dir=???"]}, r"leaves engines.extra-args\[0\] open"),
+        ({"trainer__nodes": ["localhost", "b"]}, "trainer.nodes: localhost is another one on each"),
+        ({"trainer__nodes": ["LocalHost.localdomain"]}, "is another one on each node"),
+        ({"trainer__nodes": ["0.0.0.0"]}, "0.0.0.0 is no one node for the others"),
+        ({"engines__nodes": [["127.0.0.2"]]}, "engines.nodes: 127.0.0.2 is no one node"),
+        ({"engines__nodes": [["::1"]]}, "::1 is no one node"),
+        ({"engines__nodes": [["::"]]}, ":: is no one node"),
+        ({"engines__nodes": [["::ffff:10.0.0.1"]]}, "is no plain address"),
+        ({"engines__nodes": [["fe80::1%eth0"]]}, "is no plain address"),
+        ({"engines__nodes": [["[fd00::1]"]]}, "IPv6 address without brackets"),
+        ({"engines__nodes": [["127.1"]]}, "'127.1' is no name of a node"),
+        ({"engines__nodes": [["a b"]]}, "'a b' is no name of a node"),
+        ({"engines__nodes": [["--host"]]}, "'--host' is no name of a node"),
+        ({"engines__nodes": [["node:80"]]}, "'node:80' is no name of a node"),
+    ],
+)
+def test_what_no_command_can_take_is_refused(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(Refused, match=says):
+        read_recipe(changed(**changes), "recipe.yaml")
+
+
 def test_a_missing_key_is_named() -> None:
     document = filled()
     del document["store"]["lease"]
