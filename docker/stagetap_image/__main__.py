@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from stagetap.cli.output import print_json, results, table
+from stagetap.errors import StageTapError
 from stagetap_image.bases import read_bases, write_digest
 from stagetap_image.build import ROOT, build_image, connect, registry_digest
 from stagetap_image.errors import BuildRefused
@@ -73,7 +74,7 @@ def main() -> None:
     """What ends a build on purpose is one line on stderr, and exit code 1."""
     try:
         app(prog_name="image")
-    except BuildRefused as error:
+    except (BuildRefused, StageTapError) as error:
         print(f"image: refused: {error}", file=sys.stderr)
         sys.exit(1)
 

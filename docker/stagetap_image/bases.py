@@ -12,6 +12,8 @@ from stagetap_image.errors import BuildRefused
 
 UNPINNED = "unpinned"
 
+_HEADER = re.compile(r"""\s*\[\s*["']?([^"'\]\s]+)["']?\s*\]""")
+_DIGEST_LINE = re.compile(r"""^(\s*["']?digest["']?\s*=\s*)(?:"[^"]*"|'[^']*')""")
 _DIGEST = re.compile(r"(?:sha256:[0-9a-f]{64})?")
 
 
@@ -51,28 +53,55 @@ def read_bases(file: Path) -> dict[str, Base]:
     Raises BuildRefused, naming the field, when the file is no such lock.
     """
     try:
-        tables = tomllib.loads(file.read_text("utf-8"))
+        text = file.read_text("utf-8")
     except (OSError, ValueError) as error:
+        raise BuildRefused(f"{file} cannot be read: {error}") from None
+    return _bases(text, file)
+
+
+def write_digest(file: Path, target: str, digest: str) -> None:
+    """Put the digest of one target into the lock, in one line; every other byte stays.
+
+    Raises BuildRefused, with nothing written, when ``digest`` is none, the lock has no such
+    target, or it is written in a way in which that line cannot be told.
+    """
+    bases = read_bases(file)
+    if target not in bases:
+        raise BuildRefused(f"{file.name} has no {target}; there are {', '.join(bases)}")
+    bases[target] = _base(vars(replace(bases[target], digest=digest)), target)
+    with file.open(encoding="utf-8", newline="") as opened:  # line ends stay as they are
+        lines = opened.readlines()
+    table = ""
+    for number, line in enumerate(lines):
+        if header := _HEADER.match(line):
+            table = header[1]
+        elif table == target:
+            lines[number] = _DIGEST_LINE.sub(rf'\g<1>"{digest}"', line)
+    text = "".join(lines)
+    try:
+        said = _bases(text, file)
+    except BuildRefused:
+        said = {}
+    if said != bases:
+        raise BuildRefused(
+            f"{file}: the line of {target}'s digest cannot be told; write it as `digest = "
+            f'"{digest}"` below `[{target}]`, each in a line of its own'
+        )
+    file.write_text(text, "utf-8", newline="")
+
+
+def _bases(text: str, file: Path) -> dict[str, Base]:
+    try:
+        tables = tomllib.loads(text)
+    except ValueError as error:
         raise BuildRefused(f"{file} cannot be read: {error}") from None
     return {target: _base(table, f"{file.name}: {target}") for target, table in tables.items()}
 
 
-def write_digest(file: Path, target: str, digest: str) -> None:
-    """Put the digest of one target into the lock; every other byte stays.
-
-    Raises BuildRefused when ``digest`` is none, or the lock has no such target.
-    """
-    base = read_bases(file)[target]
-    replaced = _base(vars(replace(base, digest=digest)), target)
-    text = file.read_text("utf-8")
-    table = re.search(rf"^\[{target}\]\n(?:(?!\[).*\n)*", text, re.MULTILINE)
-    assert table is not None  # read_bases has read it
-    line = re.sub(r'^digest = ".*"$', f'digest = "{replaced.digest}"', table[0], flags=re.MULTILINE)
-    file.write_text(text[: table.start()] + line + text[table.end() :], "utf-8")
-
-
-def _base(table: Mapping[str, object], where: str) -> Base:
+def _base(table: object, where: str) -> Base:
     names = [field.name for field in fields(Base)]
+    if not isinstance(table, Mapping):
+        raise BuildRefused(f"{where} is no table: put it below one, such as [cpu]")
     for name in names:
         if not isinstance(table.get(name), str):
             raise BuildRefused(f"{where} needs {name}, a string")

@@ -12,7 +12,9 @@ from typing import Any
 
 import docker
 from docker.errors import APIError, DockerException, ImageNotFound
+from docker.utils.build import exclude_paths
 
+from stagetap.patchstack.locate import pinned_versions
 from stagetap.patchstack.series import read_series
 from stagetap_image.bases import Base
 from stagetap_image.errors import BuildRefused
@@ -67,7 +69,10 @@ def connect(base_url: str | None = None) -> docker.DockerClient:
 
 
 def build_arguments(base: Base, root: Path = ROOT) -> dict[str, str]:
-    """What the Dockerfile is told: all that a label says, and what the base has to be."""
+    """What the Dockerfile is told: all that a label says, and what the base has to be.
+
+    Raises BuildRefused for a vLLM without a series, SeriesError for a damaged one.
+    """
     project = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["project"]
     return {
         "BASE": base.name,
@@ -75,7 +80,7 @@ def build_arguments(base: Base, root: Path = ROOT) -> dict[str, str]:
         "VLLM_VERSION": base.vllm,
         "PYTHON_VERSION": base.python,
         "MOONCAKE": base.mooncake,
-        "SERIES": read_series(root / "patches" / "vllm" / base.vllm).digest,
+        "SERIES": _series_digest(base, root / "patches"),
         "VERSION": project["version"],
         "REVISION": revision(root),
     }
@@ -139,11 +144,40 @@ def registry_digest(client: docker.DockerClient, base: Base) -> str:
         raise BuildRefused(f"{base.name}: the registry does not say: {error.explanation}") from None
 
 
+def _series_digest(base: Base, patches: Path) -> str:
+    if base.vllm not in (versions := pinned_versions(patches)):
+        raise BuildRefused(
+            f"bases.lock: vllm is {base.vllm!r} for {base.name}, which has no patch series; there "
+            f"are {', '.join(versions)}"
+        )
+    return read_series(patches / "vllm" / base.vllm).digest
+
+
 def revision(root: Path) -> str:
-    """The commit of the sources, ``-dirty`` with changes on top; ``unknown`` outside of git."""
-    command = ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 else "unknown"
+    """The commit of the sources, ``unknown`` outside of git.
+
+    ``-dirty`` with changes on top, and with a file that is built in, not committed and not ignored.
+    """
+    commit = _git(root, "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
+    if commit is None:
+        return "unknown"
+    new = (_git(root, "ls-files", "-z", "--others", "--exclude-standard") or "").split("\0")
+    if not commit.endswith("-dirty") and not _context(root).isdisjoint(new):
+        commit += "-dirty"
+    return commit
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _context(root: Path) -> set[str]:
+    """The files that a build is given, as Docker's client picks them."""
+    file = root / ".dockerignore"
+    lines = file.read_text("utf-8").splitlines() if file.exists() else []
+    patterns = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    return set(exclude_paths(str(root), patterns, DOCKERFILE))
 
 
 def _follow(steps: Any, log: Callable[[str], None]) -> None:

@@ -27,11 +27,17 @@ Packages = Mapping[str, Package]
 def installed_packages(path: list[str] | None = None) -> Packages:
     """The distributions that Python finds now, those of ``path`` alone when it is given.
 
-    The first of a name counts, as it does for imports.
+    The first of a name counts, as it does for imports. Raises BuildRefused for one whose METADATA
+    is missing or says no name or version.
     """
     importlib.invalidate_caches()
     found: dict[str, Package] = {}
     for one in distributions() if path is None else distributions(path=path):
+        if not (one.metadata and one.metadata["Name"] and one.metadata["Version"]):
+            raise BuildRefused(
+                f"{one.locate_file('')}: {_info(one)} does not say name and version; remove it, or "
+                "install its package anew"
+            )
         found.setdefault(normalized(one.name), Package(one.version, _files(one)))
     return found
 
@@ -66,6 +72,12 @@ def added_packages(before: Packages, after: Packages) -> Packages:
 def normalized(name: str) -> str:
     """A distribution's name as PEP 503 compares it."""
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _info(distribution: Distribution) -> str:
+    """The name of its ``.dist-info``, which is not part of its interface."""
+    path = getattr(distribution, "_path", None)
+    return "the METADATA of a package" if path is None else str(path.name)
 
 
 def _files(distribution: Distribution) -> frozenset[Path]:

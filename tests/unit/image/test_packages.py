@@ -41,6 +41,16 @@ def test_the_base_is_its_own_constraint() -> None:
     assert constraints(BASE) == "torch==2.13.0+cpu\nvllm==0.32.0\n"
 
 
+@pytest.mark.parametrize("metadata", [None, "", "Name: x\n", "Version: 1\n"])
+def test_a_package_without_a_name_is_refused(tmp_path: Path, metadata: str | None) -> None:
+    info = tmp_path / "x-1.0.dist-info"
+    info.mkdir()
+    if metadata is not None:
+        (info / "METADATA").write_text(metadata)
+    with pytest.raises(BuildRefused, match=rf"{tmp_path}: x-1\.0\.dist-info does not say name"):
+        installed_packages([str(tmp_path)])
+
+
 def test_packages_are_found_with_their_files(tmp_path: Path) -> None:
     for folder, version in (("a", "2.0"), ("b", "1.0")):
         info = tmp_path / folder / "Some.Package-2.0.dist-info"
