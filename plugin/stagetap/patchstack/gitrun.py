@@ -50,7 +50,8 @@ def git(
             raise GitError(f"{cwd} is no folder; name one that is there") from error
         raise GitError("git is needed to work with patches; install it") from error
     if done.returncode != 0:
-        raise GitError(done.stderr.decode(errors="replace").strip() or f"git {arguments[0]} failed")
+        said = (done.stderr.strip() or done.stdout.strip()).decode(errors="replace")
+        raise GitError(said or f"git {arguments[0]} failed")
     return done.stdout + done.stderr if with_stderr else done.stdout
 
 

@@ -17,7 +17,7 @@ from stagetap.patchstack.checkout import (
     exportable_version,
     release_subject,
 )
-from stagetap.patchstack.gitrun import Contents, git, write_files
+from stagetap.patchstack.gitrun import Contents, GitError, git, write_files
 from stagetap.patchstack.patchfile import Patch, file_name
 from stagetap.patchstack.series import Lock, Pin, Series, series_digest, sha256
 from stagetap.stores.file_io import naming
@@ -47,7 +47,9 @@ FORMAT_PATCH = (
 
 # Any other path stands quoted in a patch, or ends too early there.
 _UNQUOTED = re.compile(r'[^\s"\\\x00-\x1f\x7f]+')
-_MESSAGE_END = re.compile(r"^(?:---(?:[ \t].*)?|diff -.*|Index: .*)$", re.MULTILINE)
+_MESSAGE_END = re.compile(
+    r"^(?:---(?:[ \t].*)?|diff -.*|Index: .*|From .*\d:\d\d:\d\d.*)$", re.MULTILINE
+)
 
 
 def build_repository(folder: Path, pristine: Contents, series: Series) -> None:
@@ -72,7 +74,11 @@ def build_repository(folder: Path, pristine: Contents, series: Series) -> None:
     git("commit", "--quiet", "--allow-empty", "-m", subject, cwd=folder, date=EPOCH)
     git("tag", PRISTINE_TAG, cwd=folder)
     for patch in series.patches:
-        git("am", "--quiet", "--keep-cr", "--whitespace=nowarn", cwd=folder, stdin=patch.data)
+        try:
+            git("am", "--quiet", "--keep-cr", "--whitespace=nowarn", cwd=folder, stdin=patch.data)
+        except GitError as error:
+            said = str(error).splitlines()[0]  # advice for a person follows
+            raise GitError(f"{patch.name}: git am does not take it: {said}") from error
 
 
 def export_repository(folder: Path) -> Series:

@@ -136,6 +136,7 @@ def test_what_is_no_checkout_is_named_with_the_cure(tmp_path: Path) -> None:
         ('vllm/a"b.py', "Quote", "can name 'vllm/a\"b"),
         ("vllm/a.py", "Rule\n\nabove\n---\nbelow", "holds the line '---'"),
         ("vllm/a.py", "Diff\n\ndiff --git a/vllm/x.py b/vllm/x.py", "line 'diff --git a/vllm/x.py"),
+        ("vllm/a.py", f"Mail\n\nFrom {'0' * 40} Mon Sep 17 00:00:00 2001", "the line 'From 0000"),
         ("vllm/a.py", "...", r"no file name can be made"),
     ],
 )

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stagetap.errors import Refused
-from stagetap.patchstack.gitrun import PatchDoesNotApply, apply_patches, git
+from stagetap.patchstack.gitrun import GitError, PatchDoesNotApply, apply_patches, git
+from stagetap.patchstack.patchfile import Patch
 from stagetap.patchstack.series import Series, sha256
 from stagetap.patchstack.tree import patched_contents
 from stagetap.patchstack.workshop import (
@@ -83,6 +84,14 @@ def test_context_must_match_exactly(series: Series) -> None:
     near = PRISTINE[path].replace(b"line_1 = 1\n", b"line_1 = 111\n")
     with pytest.raises(PatchDoesNotApply, match=r"^0001-hook-the-model-config\.patch does not"):
         apply_patches(series.patches, {path: near})
+
+
+def test_a_patch_that_git_does_not_take_is_named(tmp_path: Path, series: Series) -> None:
+    torn = Patch("0001-torn.patch", b"no mail\n")
+    with pytest.raises(
+        GitError, match=r"0001-torn\.patch: git am does not take it: Patch is empty\.$"
+    ):
+        build_repository(tmp_path / "r", PRISTINE, Series((torn,), series.lock))
 
 
 def test_byte_code_is_no_uncommitted_work(tmp_path: Path) -> None:
