@@ -129,3 +129,37 @@ def test_what_is_refused_is_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("image: refused: ")
     assert named in line
+
+
+@pytest.mark.parametrize(
+    ("command", "old", "new", "named"),
+    [
+        (["build"], 'vllm = "0.32.0"', 'vllm = "0.40.0"', "vllm is '0.40.0' for vllm/vllm-openai"),
+        (["build"], "[cpu]", 'vllm = "0.40.0"\n[cpu]', "bases.lock: vllm is no table"),
+        (["pin"], "[cpu]", 'vllm = "0.40.0"\n[cpu]', "bases.lock: vllm is no table"),
+        (["pin"], 'digest = ""', 'digest = """\\\n"""', "the line of cpu's digest cannot be told"),
+    ],
+)
+def test_a_lock_that_cannot_be_meant_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    lock: Path,
+    command: list[str],
+    old: str,
+    new: str,
+    named: str,
+) -> None:
+    daemon = Daemon()
+    known = {base.name: DIGEST for base in read_bases(lock).values()}
+    daemon.images.get_registry_data = Registry(known).get_registry_data
+    lock.write_text(lock.read_text().replace(old, new))
+    monkeypatch.setattr(commands, "connect", lambda: daemon)
+    monkeypatch.setattr("sys.argv", ["image", *command, "--lock", str(lock)])
+    before = lock.read_bytes()
+    with pytest.raises(SystemExit) as ended:
+        commands.main()
+    assert ended.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("image: refused: ")
+    assert named in line
+    assert lock.read_bytes() == before
