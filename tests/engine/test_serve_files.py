@@ -34,6 +34,7 @@ WRONG = {
     "asks for help": (f"{CAPTURE}help: true\n", "asks for help"),
     "a second file": (f"{CAPTURE}config: other.yaml\n", "no second file"),
     "another model": (f"{CAPTURE}hf-overrides: {{num_hidden_layers: 4}}\n", "hf-overrides makes"),
+    "its path": (f"{CAPTURE}hf-config-path: x\n", "hf-config-path makes"),
     "replicas": (f"{CAPTURE}data-parallel-size: 2\n", "data_parallel_size > 1"),
     "contexts": (f"{CAPTURE}decode-context-parallel-size: 2\n", "context parallelism"),
     "no stage": (f"{CAPTURE}pipeline-parallel-size: 0\n", "pipeline-parallel-size is 0"),
@@ -44,6 +45,12 @@ WRONG = {
     "heads": (f"{CAPTURE}tensor-parallel-size: 2\n", "9 does not divide by tensor-parallel-size 2"),
     "stages": (f"{CAPTURE}pipeline-parallel-size: 31\n", "31 pipeline stages are more"),
     "positions": (f"{CAPTURE}max-model-len: 9000\n", "max-model-len 9000 is above the 8192"),
+    "no context": (f"{CAPTURE}prefill-context-parallel-size: 0\n", "parallel-size is 0"),
+    "small step": (
+        f"{CAPTURE}max-num-seqs: 9\nmax-num-batched-tokens: 8\n",
+        "max-num-batched-tokens is 8, max-num-seqs 9",
+    ),
+    "no such host": (f"{CAPTURE}node-rank: 1\n", "node-rank is 1, nnodes 1"),
     "hosts": (f"{CAPTURE}nnodes: 2\nmaster-addr: a\n", "nnodes is 2, more than"),
     "no capture": ("max-num-seqs: 4\n", "captures nothing"),
 }

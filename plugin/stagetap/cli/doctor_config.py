@@ -87,11 +87,12 @@ def _checked(file: Path, draft: Path | None, expected: Expected) -> Iterator[Fin
     arguments = read_serve_file(file)
     _check_counts(file, arguments)
     check_parallel(arguments)
-    if arguments.hf_overrides:
-        raise Refused(
-            f"{file}: hf-overrides makes another model of the one whose config.json is read here; "
-            "write it into that file instead"
-        )
+    for name in ("hf_overrides", "hf_config_path"):
+        if getattr(arguments, name):
+            raise Refused(
+                f"{file}: {name.replace('_', '-')} makes another model of the one whose "
+                "config.json is read here; change that file instead"
+            )
     model = resolve_model(arguments.model)
     facts = model_facts(model)
     options = _options(file, arguments, facts)
@@ -121,6 +122,9 @@ def _check_counts(file: Path, arguments: AsyncEngineArgs) -> None:
         ("pipeline_parallel_size", 1),
         ("tensor_parallel_size", 1),
         ("data_parallel_size", 1),
+        ("decode_context_parallel_size", 1),
+        ("prefill_context_parallel_size", 1),
+        ("block_size", 1),
         ("nnodes", 1),
         ("max_num_seqs", 1),
         ("max_num_batched_tokens", 1),
@@ -130,6 +134,16 @@ def _check_counts(file: Path, arguments: AsyncEngineArgs) -> None:
         if value is not None and (not least <= value <= MAX_SIZE or value == 0):
             flag = name.replace("_", "-")
             raise Refused(f"{file}: {flag} is {shown(value)}; give a number from 1 to {MAX_SIZE}")
+    if not 0 <= arguments.node_rank < arguments.nnodes:
+        raise Refused(
+            f"{file}: node-rank is {arguments.node_rank}, nnodes {arguments.nnodes}; count from 0"
+        )
+    batched, sequences = arguments.max_num_batched_tokens, arguments.max_num_seqs
+    if batched is not None and sequences is not None and batched < sequences:
+        raise Refused(
+            f"{file}: max-num-batched-tokens is {batched}, max-num-seqs {sequences}; give a step "
+            "room for a token of every sequence"
+        )
     if arguments.nnodes > arguments.pipeline_parallel_size * arguments.tensor_parallel_size:
         raise Refused(
             f"{file}: nnodes is {arguments.nnodes}, more than pipeline-parallel-size times "

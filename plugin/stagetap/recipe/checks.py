@@ -5,6 +5,7 @@ Each rule names the two values that it compares, and what to change.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -96,7 +97,8 @@ def check_gpus(recipe: Recipe) -> Finding:
         f"{counted(len(named), 'node')}; the recipe is for {recipe.gpus} on {recipe.nodes}"
     )
     meant = [same_node(node) for node in named]
-    twice = [node for node, same in zip(named, meant, strict=True) if meant.count(same) > 1]
+    often = Counter(meant)
+    twice = [node for node, same in zip(named, meant, strict=True) if often[same] > 1]
     if twice:
         return Finding(check, f"{found}; {twice[0]} is named twice", "name each node once")
     if (gpus, len(named)) == (recipe.gpus, recipe.nodes):
@@ -159,14 +161,17 @@ def check_stream(recipe: Recipe, told: Told) -> Finding:
 def check_blocks(recipe: Recipe, draft: Mapping[str, Any]) -> Finding:
     """Whether a row that is trained on supervises whole blocks."""
     block = ConfigValues(draft, recipe.draft).size("block_size")
-    least = recipe.trainer.min_loss_tokens
+    least, batch = recipe.trainer.min_loss_tokens, recipe.trainer.total_seq_len
+    cure = None
+    if least < BLOCKS * block:
+        cure = f"set trainer.min-loss-tokens to {BLOCKS * block}, {BLOCKS} blocks"
+    elif least > batch:
+        cure = f"set trainer.min-loss-tokens below {batch} (trainer.total-seq-len): no row is left"
     return Finding(
         "blocks and loss tokens",
         f"rows with fewer than {least} loss tokens are left out, {recipe.draft} drafts blocks of "
         f"{block}",
-        f"set trainer.min-loss-tokens to {BLOCKS * block}, {BLOCKS} blocks"
-        if least < BLOCKS * block
-        else None,
+        cure,
     )
 
 

@@ -9,6 +9,11 @@ from stagetap.config_values import ConfigValues
 from stagetap.errors import Refused
 from stagetap.findings import Finding
 
+_SIZES = (
+    *("intermediate_size", "num_attention_heads", "max_position_embeddings"),
+    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+)
+_SWITCHES = ("enable_confidence_head", "confidence_head_with_markov")
 _NEEDED = ("hidden_size", "vocab_size", "num_hidden_layers", "block_size", "markov_rank")
 
 
@@ -44,6 +49,11 @@ def check_target(
     values = ConfigValues(draft, where)
     for name in _NEEDED:
         values.size(name)
+    for name in _SIZES:
+        values.optional_size(name)
+    for name in _SWITCHES:
+        values.flag(name)
+    values.text("dtype")
     token = mask_token(draft, where)
     widths = (("hidden_size", "target_hidden_size"), hidden_size)
     tokens = (("vocab_size", "draft_vocab_size"), vocab_size)

@@ -223,7 +223,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _word(text: str) -> str:
-    if not text or any(char.isspace() for char in text):
+    if not text or any(char.isspace() or not char.isprintable() for char in text):
         raise ValueError(f"{text!r}: give a name")
     return text
 

@@ -43,7 +43,10 @@ def _refused_draft(draft: Mapping[str, Any]) -> str | None:
 
     try:
         K3DSparkConfig(**draft).check_complete()
-    except (KeyError, TypeError, ValueError, StrictDataclassError) as error:
+    except (
+        *(ArithmeticError, AttributeError, LookupError, TypeError, ValueError),
+        StrictDataclassError,
+    ) as error:  # transformers looks at few of the types
         return shortened(one_line(error), 300)
     return None
 

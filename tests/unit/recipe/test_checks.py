@@ -96,6 +96,12 @@ MIXTURE, PREFIX = "attn_res_mixture", "prefix_sum"
             "min-loss-tokens to 14",
         ),
         (
+            {"trainer__min_loss_tokens": 8193},
+            "blocks and loss tokens",
+            ("fewer than 8193",),
+            "below 8192 (trainer.total-seq-len): no row is left",
+        ),
+        (
             {"trainer__total_seq_len": 8191},
             "sample and batch",
             ("8,192 tokens", "total-seq-len 8,191"),
@@ -319,6 +325,10 @@ def test_a_draft_without_fc_norm_has_no_targets(tmp_path: Path) -> None:
         ({"markov_head_type": "gated"}, "markov_head_type='gated'"),
         ({"rope_parameters": {"rope_type": "yarnish"}}, "yarnish"),
         ({"num_attention_heads": "64"}, "num_attention_heads"),
+        ({"kv_lora_rank": -1}, "kv_lora_rank is -1, not a size"),
+        ({"enable_confidence_head": "on"}, "enable_confidence_head is 'on', not true or false"),
+        ({"rope_scaling": 5}, "object has no attribute"),
+        ({"dtype": "float17"}, "float17"),
     ],
 )
 def test_a_draft_that_is_not_built(values: dict[str, Any], says: str, tmp_path: Path) -> None:
