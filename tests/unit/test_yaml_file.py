@@ -10,6 +10,7 @@ import pytest
 from stagetap.cli.doctor_config import Expectations
 from stagetap.cli.doctor_recipe import examine
 from stagetap.errors import Refused
+from stagetap.findings import SEE_FOUND, Finding
 from stagetap.yaml_file import read_yaml_map
 
 BOMB = "l0: &l0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -65,6 +66,10 @@ def test_all_else_is_refused_in_one_line_at_once(text: str, says: str, tmp_path:
     assert str(file) in str(refused.value)
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 700
+    assert examine(file, Expectations()) == (
+        [Finding("configuration", str(refused.value), SEE_FOUND)],
+        [],
+    )
 
 
 @pytest.mark.parametrize("name", [".", "nowhere.yaml", "n" * 5000])

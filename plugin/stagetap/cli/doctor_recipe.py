@@ -35,7 +35,10 @@ def examine(file: Path, expectations: Expectations) -> tuple[list[Finding], list
     Raises:
         Refused: a number of the command line cannot be read, or goes with another kind of file.
     """
-    document = _document(file)
+    try:
+        document = _document(file)
+    except Refused as error:
+        return [Finding("configuration", one_line(error), SEE_FOUND)], []
     if not is_recipe(document):
         return list(check_config(file, expectations)), []
     if expectations != Expectations():
@@ -57,14 +60,18 @@ def examine(file: Path, expectations: Expectations) -> tuple[list[Finding], list
 
 
 def _document(file: Path) -> Any:
-    """What a file holds that could be a recipe; what is wrong with another, its reader says."""
+    """What a file holds that could be a recipe; None where another reader says what it lacks.
+
+    Raises:
+        Refused: its YAML is not as it must be, which needs no vLLM to be told.
+    """
     if not os.path.isfile(file):
         return None
     try:
         from stagetap.yaml_file import read_yaml_map
 
         return read_yaml_map(file)
-    except (Refused, ModuleNotFoundError):
+    except ModuleNotFoundError:
         return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,9 +11,11 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 
 from unit.plan.targets import ROOT
+from unit.recipe.recipes import filled, written
 
 PROMPT = '{"prompt_token_ids": [1, 2]}\n'
 NO_FOLDER = "model nosuch: no such folder"
@@ -114,3 +117,14 @@ def test_the_doctor_keeps_its_table(
     assert said in stdout
     assert "python" in stdout
     assert "Traceback" not in stderr
+
+
+def test_a_recipe_is_checked_without_speculators(bare: Bare, tmp_path: Path) -> None:
+    (tmp_path / "yaml").symlink_to(Path(yaml.__file__).parent)
+    recipe = written(tmp_path, filled())
+    code, stdout, stderr = bare("doctor", "--static", "--json", "--config", str(recipe))
+    assert code == 1, stderr  # vLLM is missing as well
+    found = {each["check"]: each for each in json.loads(stdout)["checks"]}
+    assert found["draft and target"]["ok"]
+    assert found["draft and trainer"]["found"] == "not told: speculators is not installed here"
+    assert len(json.loads(stdout)["starts"]) == 14
