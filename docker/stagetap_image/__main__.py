@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,7 @@ import typer
 from stagetap.cli.output import print_json, results, table
 from stagetap.errors import StageTapError
 from stagetap_image.bases import read_bases, write_digest
-from stagetap_image.build import ROOT, build_image, connect, registry_digest
+from stagetap_image.build import ROOT, build_image, connect, docker_command, registry_digest
 from stagetap_image.errors import BuildRefused
 
 LOCK = ROOT / "docker" / "bases.lock"
@@ -29,12 +30,19 @@ def build_command(
         typer.Option("--network", help="Of the build's steps: host for a daemon without a bridge."),
     ] = None,
     lock: LockOption = LOCK,
+    only_print: Annotated[
+        bool, typer.Option("--print", help="Print the `docker build` command alone.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One line of JSON on stdout.")] = False,
 ) -> None:
     """Build the image of TARGET, and report base, series and bytes added."""
     bases = read_bases(lock)
     if target not in bases:
         raise BuildRefused(f"{lock.name} has no {target}; there are {', '.join(bases)}")
+    if only_print:
+        command = docker_command(target, bases[target], tag or f"stagetap:{target}", network)
+        results().print(shlex.join(command), soft_wrap=True)
+        return
     built = build_image(
         connect(),
         target,

@@ -31,6 +31,7 @@ def main() -> int:
     """Exit code 0, or 1 with a line on stderr."""
     asked = _arguments()
     try:
+        check_told(asked)
         check_python(asked.python)
         check_base(asked.vllm, asked.series)
         before = installed_packages()
@@ -51,6 +52,21 @@ def main() -> int:
         print(f"image: refused: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def check_told(asked: argparse.Namespace) -> None:
+    """Raises BuildRefused, naming the build arguments that have no default and were not given."""
+    told = {
+        "VLLM_VERSION": asked.vllm,
+        "PYTHON_VERSION": asked.python,
+        "SERIES": asked.series,
+        "MOONCAKE": asked.mooncake,
+    }
+    if missing := [name for name, value in told.items() if not value]:
+        raise BuildRefused(
+            f"the build is not told {', '.join(missing)}; build with `just image`, whose --print "
+            "shows a whole `docker build` command"
+        )
 
 
 def check_python(wanted: str) -> None:

@@ -86,6 +86,18 @@ def build_arguments(base: Base, root: Path = ROOT) -> dict[str, str]:
     }
 
 
+def docker_command(target: str, base: Base, tag: str, network: str | None) -> list[str]:
+    """The command that builds what :func:`build_image` does, to be run at the root of the sources.
+
+    Raises as :func:`build_arguments`.
+    """
+    command = ["docker", "build", "-f", DOCKERFILE, "--target", target, "--tag", tag]
+    command += ["--network", network] if network else []
+    for name, value in build_arguments(base).items():
+        command += ["--build-arg", f"{name}={value}"]
+    return [*command, "."]
+
+
 def build_image(
     client: docker.DockerClient,
     target: str,
@@ -118,7 +130,15 @@ def build_image(
         forcerm=True,
         decode=True,
     )
-    _follow(steps, log)
+    try:
+        _follow(steps, log)
+    except BuildRefused as error:
+        if _image_of(client, base) is not None:
+            raise
+        raise BuildRefused(
+            f"{base.name} is not on this machine and does not come from its registry: {error}; "
+            "docker load it, or name the same image of a mirror in a --lock of your own"
+        ) from None
     image = client.images.get(tag)
     base_bytes = _size_bytes(client, base)
     return Built(
@@ -194,8 +214,15 @@ def _follow(steps: Any, log: Callable[[str], None]) -> None:
 
 
 def _size_bytes(client: docker.DockerClient, base: Base) -> int:
-    name = f"{base.image}@{base.digest}" if base.digest else base.name
+    image = _image_of(client, base)
+    if image is None:
+        raise BuildRefused(f"{base.name} is not on this machine any more")
+    return int(image.attrs["Size"])
+
+
+def _image_of(client: docker.DockerClient, base: Base) -> Any | None:
+    """The base, if it is on this machine."""
     try:
-        return int(client.images.get(name).attrs["Size"])
+        return client.images.get(f"{base.image}@{base.digest}" if base.digest else base.name)
     except ImageNotFound:
-        raise BuildRefused(f"{name} is not on this machine any more") from None
+        return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,13 @@ def test_a_file_that_does_not_compile_is_named(base: Path) -> None:
     file.write_text("def broken(:\n")
     with pytest.raises(BuildRefused, match=f"{file.name} does not compile"):
         assemble.patch_files(status)
+
+
+def test_arguments_that_were_not_given_are_named() -> None:
+    told = {"vllm": "0.32.0", "python": "3.12", "series": "ab", "mooncake": "m"}
+    assemble.check_told(Namespace(**told))
+    with pytest.raises(BuildRefused, match=r"not told PYTHON_VERSION, SERIES; build with `just"):
+        assemble.check_told(Namespace(**told | {"python": "", "series": ""}))
 
 
 def test_another_python_is_refused() -> None:

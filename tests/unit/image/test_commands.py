@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,6 +55,32 @@ class Daemon:
 def build(daemon: Any, lines: list[str]) -> Built:
     base = read_bases(LOCK)["cpu"]
     return build_image(daemon, "cpu", base, tag="stagetap:cpu", log=lines.append)
+
+
+def test_a_base_that_no_registry_gives() -> None:
+    class Offline(Daemon):
+        def _get(self, name: str) -> Any:
+            raise ImageNotFound(name)
+
+    with pytest.raises(
+        BuildRefused,
+        match=r"vllm-openai-cpu:v0\.32\.0 is not on this machine .*"
+        r"no such host; docker load it",
+    ):
+        build(Offline({"error": "lookup registry: no such host"}), [])
+    with pytest.raises(BuildRefused, match=r"^no space left$"):
+        build(Daemon({"error": "no space left"}), [])
+
+
+def test_the_docker_build_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    commands.build_command("cpu", tag="mine:1", network="host", only_print=True)
+    words = shlex.split(capsys.readouterr().out)
+    assert words[:2] == ["docker", "build"]
+    assert words[-1] == "."
+    assert {"mine:1", "host", "cpu"} < set(words)
+    told = [word for before, word in itertools.pairwise(words) if before == "--build-arg"]
+    base = read_bases(LOCK)["cpu"]
+    assert dict(word.split("=", 1) for word in told) == build_arguments(base)
 
 
 @pytest.fixture
