@@ -121,15 +121,22 @@ def check_memory(served: Served, store: MooncakeOptions, expected: Expected) -> 
     lenders = f"{served.workers} workers lend {store.global_segment_size:,} B each"
     if expected.lent_bytes:
         lenders = f"{lenders}, others {expected.lent_bytes:,} B"
-    each = -(-max(needed - (expected.lent_bytes or 0), 0) // served.workers)
     yield Finding(
         check,
         f"{flight}; {lenders}",
-        f"lend {needed:,} B in all: global_segment_size={each}, or --max-num-seqs "
+        f"lend {needed:,} B in all: {_more(needed, served, store, expected)}, or --max-num-seqs "
         f"{_sequences_that_fit(lent, served, store)}"
         if needed > lent
         else None,
     )
+
+
+def _more(needed: int, served: Served, store: MooncakeOptions, expected: Expected) -> str:
+    """How so much comes to be lent: whoever lends now lends more."""
+    others = expected.lent_bytes or 0
+    if others and not store.global_segment_size:
+        return f"store up --lend {needed}"
+    return f"global_segment_size={-(-max(needed - others, 0) // served.workers)}"
 
 
 def bytes_in_flight(tokens: int, token_bytes: int, store: MooncakeOptions) -> tuple[int, str]:
