@@ -67,8 +67,10 @@ class Consumer:
         return self.said.get(timeout=seconds)
 
     def next_but_errors(self) -> dict[str, Any]:
-        """The next thing that is no error; those are shown."""
+        """The next thing that is no error; those are shown, and do not go on for ever."""
+        deadline = time.monotonic() + 90
         while "error" in (said := self.next()):
+            assert time.monotonic() < deadline, said["error"]
             print(said["error"])
         return said
 
