@@ -141,6 +141,16 @@ def test_no_daemon_is_said(tmp_path: Path) -> None:
         connect(f"unix://{tmp_path}/none.sock")
 
 
+def refused_line(capsys: pytest.CaptureFixture[str]) -> str:
+    """All that a command that was refused has said."""
+    with pytest.raises(SystemExit) as ended:
+        commands.main()
+    assert ended.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("image: refused: ")
+    return line
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"), [(["build", "rocm"], "has no rocm; there are cpu, cuda")]
 )
@@ -151,12 +161,7 @@ def test_what_is_refused_is_one_line(
     named: str,
 ) -> None:
     monkeypatch.setattr("sys.argv", ["image", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        commands.main()
-    assert ended.value.code == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("image: refused: ")
-    assert named in line
+    assert named in refused_line(capsys)
 
 
 @pytest.mark.parametrize(
@@ -184,10 +189,5 @@ def test_a_lock_that_cannot_be_meant_is_one_line(
     monkeypatch.setattr(commands, "connect", lambda: daemon)
     monkeypatch.setattr("sys.argv", ["image", *command, "--lock", str(lock)])
     before = lock.read_bytes()
-    with pytest.raises(SystemExit) as ended:
-        commands.main()
-    assert ended.value.code == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("image: refused: ")
-    assert named in line
+    assert named in refused_line(capsys)
     assert lock.read_bytes() == before
