@@ -28,8 +28,8 @@ from engine.harness import TESTS, clean_environment, random_prompts, wait_for
 from engine.mooncake_consumer import same
 from mooncake_here import require_mooncake
 from network_hosts import Host, Network, network
+from network_store import network_store, started
 from stagetap import open_dataset
-from stagetap.stores.mooncake_package import find_program
 
 pytestmark = [pytest.mark.engine, pytest.mark.mooncake, pytest.mark.full]
 
@@ -112,38 +112,9 @@ def hosts() -> Iterator[Network]:
 @pytest.fixture(scope="module")
 def store(hosts: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a master on host a whose memory host c lends."""
-    with ExitStack() as running:
-        up = ("-m", "stagetap", "store", "up", "--host", hosts["a"].address, "--port", "0")
-        command = hosts["a"].command(sys.executable, *up, "--lease-ms", "500", "--json")
-        master = running.enter_context(started(command, stdout=subprocess.PIPE, text=True))
-        address = json.loads(master.stdout.readline())["master"]
-        lender = hosts["c"].command(
-            find_program("mooncake_client"),
-            f"-master_server_address={address}",
-            f"-host={hosts['c'].address}",
-            "-port=50052",
-            "-protocol=tcp",
-            "-metadata_server=P2PHANDSHAKE",
-            f"-global_segment_size={256 * 1024**2}",
-        )
-        log = running.enter_context((tmp_path_factory.mktemp("lender") / "log").open("wb"))
-        running.enter_context(started(lender, stdout=log, stderr=log))
+    log = tmp_path_factory.mktemp("lender") / "log"
+    with network_store(hosts["a"], hosts["c"], log) as address:
         yield address
-
-
-@contextmanager
-def started(command: list[str], **how: Any) -> Iterator[subprocess.Popen[Any]]:
-    """A process that ends with the context."""
-    process = subprocess.Popen(command, **how)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def address_of(store: str, run: str) -> str:

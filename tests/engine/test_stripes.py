@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from stagetap.engine.capacity import capacity, without_layers
-from stagetap.engine.capture.stripes import cut, tokens_of_a_page
+from stagetap.engine.capture.stripes import SLACK, StageCaches, cut, slack, tokens_of_a_page
 from stagetap.engine.worker_side import _cache_group
 from stagetap.errors import Refused
 
@@ -69,12 +69,27 @@ def test_no_stage_has_more_stripes_than_pages_or_an_empty_one(
     ],
 )
 def test_a_page_is_all_but_full_and_prefixes_are_found(fits: int, unit: int, tokens: int) -> None:
-    assert tokens_of_a_page(fits, unit) == tokens
+    assert tokens_of_a_page(fits, unit, SLACK) == tokens
 
 
 @given(st.integers(1, 3000), st.sampled_from([16, 48, 128, 544]))
 def test_little_of_a_page_stays_empty(fits: int, unit: int) -> None:
-    assert 15 / 16 * fits <= tokens_of_a_page(fits, unit) <= fits
+    assert 15 / 16 * fits <= tokens_of_a_page(fits, unit, SLACK) <= fits
+
+
+@pytest.mark.parametrize(("row", "expected"), [(64, SLACK), (1024, 0.045 / 0.9)])
+def test_less_may_stay_empty_where_taps_are_most_of_the_cache(row: int, expected: float) -> None:
+    """Of two stages with four layers of attention each, one has taps of 64 or of 1024 numbers."""
+    attention = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=14, dtype=torch.bfloat16)
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=1600, dtype=torch.bfloat16),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=1, prefill_context_parallel_size=1
+        ),
+    )
+    layers = {f"layers.{n}": attention for n in range(4)}
+    stages = [StageCaches(layers, (), 0), StageCaches(layers, (), row)]
+    assert slack(config, stages) == pytest.approx(expected, rel=0.02)
 
 
 def _config(groups: list[list[str]]) -> KVCacheConfig:

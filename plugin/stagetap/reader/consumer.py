@@ -64,7 +64,7 @@ class Taken:
 class Consumer:
     """Takes what is offered, reads it, and removes what was consumed."""
 
-    def __init__(self, reader: MooncakeStoreReader, how: Consumption, verify: bool) -> None:
+    def __init__(self, reader: MooncakeStoreReader, how: Consumption, verify: bool | None) -> None:
         self._reader = reader
         self._how = how
         self._verify = verify

@@ -19,7 +19,7 @@ from stagetap.errors import (
     SampleTimeout,
     StreamMismatch,
 )
-from stagetap.manifest import Manifest
+from stagetap.manifest import NO_CHECKSUM, Manifest
 from stagetap.reader.order import CommitOrder
 from stagetap.reader.sample import Sample, StageStates
 from stagetap.stores.base import CommitEntry, Invariant, StoreReader, open_store_reader
@@ -36,14 +36,15 @@ def open_dataset(
     *,
     run: str | None = None,
     stream: str | None = None,
-    verify: bool = False,
+    verify: bool | None = None,
 ) -> "HiddenStatesDataset":
     """The samples that are committed at `uri` now, a directory or `file:///path`.
 
     `run` keeps one run alone; one that has not begun is empty, to be followed by `refresh` and
     `wait` (where other runs are there, a warning says so: the name may be wrong). `stream` states
     the stream kind that is expected (`residual`, ...). `verify` compares the checksum of every
-    sample that is read; sizes, identity and token digest are compared always.
+    sample that is read: by default in memory that others lend, and not in files. Sizes, identity
+    and token digest are compared always.
 
     Raises ForeignStore when there is no store, StreamMismatch when it holds another stream kind,
     UnknownVersion, CorruptLog, StoreError, Refused.
@@ -78,7 +79,7 @@ class HiddenStatesDataset(Dataset[Sample]):
         reader: StoreReader,
         order: CommitOrder,
         *,
-        verify: bool = False,
+        verify: bool | None = None,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
@@ -262,8 +263,14 @@ class HiddenStatesDataset(Dataset[Sample]):
             raise
 
 
-def read_sample(reader: StoreReader, manifest: Manifest, verify: bool) -> Sample:
-    """The sample of a manifest, put together and checked. Raises as `HiddenStatesDataset[key]`."""
+def read_sample(reader: StoreReader, manifest: Manifest, verify: bool | None) -> Sample:
+    """The sample of a manifest, put together and checked. Raises as `HiddenStatesDataset[key]`.
+
+    `verify`: whether to compare checksums; None leaves it to the store, for samples that have any.
+    """
+    if verify is None:
+        summed = all(each.checksum != NO_CHECKSUM for each in manifest.fragments)
+        verify = reader.verifies_by_default and summed
     check_kind(reader.invariant, manifest)
     stages = []
     for fragment in manifest.fragments:

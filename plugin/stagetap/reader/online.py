@@ -40,7 +40,7 @@ class OnlineStream(IterableDataset[Sample]):
         how: Consumption,
         *,
         sample_ids: "Iterable[str] | queue.Queue[str | None] | None",
-        verify: bool,
+        verify: bool | None,
         timeout_s: float,
         limit: int | None,
         prefetch: int,
@@ -227,7 +227,7 @@ def consume(
     consumers: Iterable[str] = (),
     sample_ids: "Iterable[str] | queue.Queue[str | None] | None" = None,
     stream: str | None = None,
-    verify: bool = False,
+    verify: bool | None = None,
     removal: Removal = "auto",
     failures: Literal["raise", "skip"] = "raise",
     timeout_s: float = 60.0,
@@ -238,7 +238,8 @@ def consume(
 
     `sample_ids`: only these, in this order; a queue ends with None. Else all that the run's index
     tells of. `timeout_s` bounds the wait for each, `limit` their number, `prefetch` those that are
-    read ahead. `stream` states the stream kind that is expected. See `Consumption` for the rest.
+    read ahead. `stream` states the stream kind that is expected. `verify`: whether checksums are
+    compared; by default they are, of samples that have any. See `Consumption` for the rest.
 
     Raises Refused, ForeignStore when the run has not begun, StreamMismatch, StoreError.
     """

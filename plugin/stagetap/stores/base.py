@@ -198,6 +198,9 @@ class StoreReader(Protocol):
     """The trainer's side. May be pickled; each process polls for itself."""
 
     invariant: Invariant
+    verifies_by_default: bool
+    """Whether checksums are compared unless the caller says: where bytes may change after they
+    were stored."""
 
     def poll(self) -> tuple[Sequence[CommitEntry], Sequence[DeleteEntry]]:
         """Commits and deletions that appeared since the last call, per writer in line order.

@@ -19,9 +19,10 @@ from typing import Any, Literal
 
 from stagetap.errors import Refused, StoreError
 from stagetap.stores.mooncake_calls import BoundedCalls, Result
-from stagetap.stores.mooncake_objects import Placed, StoreFull
+from stagetap.stores.mooncake_objects import Placed, StoreFull, create, read
 from stagetap.stores.mooncake_package import load_mooncake, tell_library
 from stagetap.stores.mooncake_probe import probe_master
+from stagetap.stores.mooncake_records import is_intact, seal, unseal
 from stagetap.stores.mooncake_status import (
     LEASE_ENDED,
     LEASED,
@@ -324,16 +325,27 @@ class MooncakeClient:
         Nothing else would: bytes that cannot travel time out, much later and elsewhere.
         """
         ours = self.options.protocol
-        if role == "writer":
+        note = seal(PROTOCOL_KEY, ours.encode())
+        found = read(self, PROTOCOL_KEY)
+        if found is not None and not is_intact(PROTOCOL_KEY, found):
+            log.warning(
+                "mooncake store at %s: %s is damaged: writers put it anew",
+                self.options.master,
+                PROTOCOL_KEY,
+            )
+            if role == "writer":
+                self.remove([PROTOCOL_KEY], force=True)
+            found = None
+        if found is None and role == "writer":
             try:
-                self.put(PROTOCOL_KEY, ours.encode())
+                found = create(self, PROTOCOL_KEY, note, timeout_s=0)
             except StoreFull:
                 log.debug("a full store: its protocol is not noted")
-        found = self.get(PROTOCOL_KEY)
-        if found is not None and found.decode() != ours:
+        if found not in (None, note):
+            theirs = unseal(PROTOCOL_KEY, found).decode()
             raise Refused(
-                f"mooncake store at {self.options.master}: others use protocol={found.decode()} "
-                f"and this address says protocol={ours}: say the same everywhere"
+                f"mooncake store at {self.options.master}: others use protocol={theirs} and this "
+                f"address says protocol={ours}: say the same everywhere"
             )
 
     def _config(self) -> Any:

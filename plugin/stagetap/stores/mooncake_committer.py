@@ -50,6 +50,7 @@ from stagetap.stores.mooncake_records import (
     decode_run,
     encode_commit,
     encode_record,
+    is_intact,
 )
 
 
@@ -184,17 +185,25 @@ class MooncakeStoreCommitter:
                 )
 
     def _known_index(self) -> IndexWriter:
-        """The index to append to, one that readers find. Raises Refused, StoreError.
+        """The index to append to, of a run that readers can open and a writer that they find.
 
         A master that was restarted has forgotten everything. Then the run begins anew, and with
         another writer: a reader that has counted the pages of this one would wait for those that
-        come after the ones that are gone.
+        come after the ones that are gone. What is damaged is put anew, see `IndexWriter.is_known`.
+        Raises Refused, StoreError.
         """
         if self._index is None:
             raise StageTapError("leave_nonce comes first")
-        if not self._index.is_known():
+        known = self._index.is_known()
+        if not known:
             self.leave_nonce(self._index.nonce)
-            if self._invariant is not None:
+        if self._invariant is not None:
+            key = invariant_key(self._run_id)
+            stored = read(self._objects, key)
+            if stored is not None and not is_intact(key, stored):
+                self._objects.remove([key], force=True)
+                stored = None
+            if stored is None or not known:
                 self.begin_run(self._invariant)
         return self._index
 

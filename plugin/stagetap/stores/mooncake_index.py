@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 
-from stagetap.errors import StoreError
+from stagetap.errors import CorruptLog, StoreError
 from stagetap.stores.mooncake_layout import (
     MARK_EVERY,
     PAGE_WINDOW,
@@ -21,25 +21,46 @@ from stagetap.stores.mooncake_records import (
     WriterRecord,
     decode_record,
     encode_record,
+    is_intact,
 )
 
 LOOK_SECONDS = 0.5
 """How often a reader that finds no new page looks for new writers and for pages far ahead."""
 
 
-def read_writers(objects: Objects, run_id: str) -> list[WriterRecord]:
-    """All committers that have introduced themselves to a run. Raises StoreError, CorruptLog."""
-    found: list[WriterRecord] = []
+@dataclass(frozen=True)
+class Writers:
+    """Who has introduced itself to a run, and what could not be read of it."""
+
+    records: tuple[WriterRecord, ...]
+    damage: CorruptLog | None
+
+
+def read_writers(objects: Objects, run_id: str) -> Writers:
+    """All committers of a run. Raises StoreError.
+
+    One damaged record hides no other: its committer puts it anew, see :meth:`IndexWriter.is_known`.
+    """
+    records: list[WriterRecord] = []
+    damage: CorruptLog | None = None
     start = 0
     while True:
         keys = [writer_key(run_id, n) for n in range(start, start + WRITER_WINDOW)]
         there = [key for key, exists in zip(keys, objects.exist(keys), strict=True) if exists]
         if not there:
-            return found
+            return Writers(tuple(records), damage)
         for key in there:
             data = read(objects, key)
-            if data is not None:
-                found.append(decode_record(key, data, WriterRecord))
+            if data is None:
+                continue
+            if is_intact(key, data):
+                records.append(decode_record(key, data, WriterRecord))
+            else:
+                damage = CorruptLog(
+                    f"{key} is damaged, and so nothing of that engine is found: with the next "
+                    "sample that it commits it puts it right; ask again",
+                    path=key,
+                )
         start += WRITER_WINDOW
 
 
@@ -80,11 +101,19 @@ class IndexWriter:
             start += WRITER_WINDOW
 
     def is_known(self) -> bool:
-        """Whether readers can still find this writer: a master that restarts forgets everything.
+        """Whether readers find this writer: a master that restarts forgets everything.
 
-        Raises StoreError.
+        What introduces it is put anew where it is damaged. That was seen: a write that a dead link
+        holds up reaches memory long after it was given to another object. Raises StoreError.
         """
-        return self._key is not None and self._objects.exist([self._key])[0]
+        if self._key is None:
+            return False
+        found = read(self._objects, self._key)
+        if found is not None and not is_intact(self._key, found):
+            self._objects.remove([self._key], force=True)
+            self.introduce()
+            return True
+        return found == encode_record(self._key, self._record)
 
     def append(self, page: Page) -> None:
         """Store a page: readers see it from here on. Raises StoreError, StoreFull.
@@ -153,10 +182,13 @@ class IndexReader:
             self._read_on(writer)
         now = time.monotonic()
         if not self._found and now - self._looked >= LOOK_SECONDS:
-            for record in read_writers(self._objects, self._run_id):
+            writers = read_writers(self._objects, self._run_id)
+            for record in writers.records:
                 self._positions.setdefault(record.writer, _Position())
             for writer in self._positions:
                 self._read_on(writer, self._marked_pages(writer))
+            if writers.damage is not None and not self._found:
+                raise writers.damage
             self._looked = now
         found, self._found = self._found, []
         return found
@@ -188,10 +220,9 @@ class IndexReader:
         self._found.append(FoundPage(writer, seq, position.stretch, page))
 
     def _marked_pages(self, writer: str) -> int:
-        """How many pages a writer has at least."""
-        marks = []
-        for key in mark_keys(self._run_id, writer):
-            data = read(self._objects, key)
-            if data is not None:
-                marks.append(decode_record(key, data, Mark).pages)
-        return max(marks, default=0)
+        """How many pages a writer has at least. Of its two marks one has to be whole."""
+        marks = [(key, read(self._objects, key)) for key in mark_keys(self._run_id, writer)]
+        there = [(key, data) for key, data in marks if data is not None]
+        whole = [(key, data) for key, data in there if is_intact(key, data)]
+        pages = [decode_record(key, data, Mark).pages for key, data in whole or there]
+        return max(pages, default=0)

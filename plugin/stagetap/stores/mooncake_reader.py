@@ -66,6 +66,10 @@ class Connection:
 class MooncakeStoreReader:
     """Reads one run. May be pickled and forked: each process then opens a connection of its own."""
 
+    verifies_by_default = True
+    """A write that a dead link held up was seen to reach memory that was another object's by then,
+    long after that one was committed."""
+
     def __init__(
         self, connect: Connect, run_id: str, *, lease_wait_s: float, force_remove: bool
     ) -> None:

@@ -31,7 +31,7 @@ class MooncakeStoreWriter:
 
     def read_nonces(self) -> list[str]:
         """The nonces of all committers of the run. Raises StoreError."""
-        return [record.nonce for record in read_writers(self._objects, self._run_id)]
+        return [record.nonce for record in read_writers(self._objects, self._run_id).records]
 
     def use_memory(self, memory: memoryview) -> None:
         """Register it, once: a transfer reads rows where they are. Raises StoreError."""

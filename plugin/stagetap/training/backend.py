@@ -43,9 +43,10 @@ class StageTapBackend(HiddenStatesBackend):
         )
         parser.add_argument(
             "--stagetap-verify",
-            default="sizes",
-            choices=("sizes", "checksums"),
-            help="What is compared of each sample that is read. Default: sizes and token ids.",
+            default="auto",
+            choices=("auto", "sizes", "checksums"),
+            help="What is compared of each sample that is read: sizes and token ids always, and "
+            "every byte or not. Default: every byte out of Mooncake, where it has a checksum.",
         )
         parser.add_argument(
             "--stagetap-wait-s",
@@ -108,7 +109,7 @@ class StageTapBackend(HiddenStatesBackend):
             uri=args.stagetap_store,
             run=args.stagetap_run,
             stream=reads.stream,
-            verify=args.stagetap_verify == "checksums",
+            verify={"auto": None, "sizes": False, "checksums": True}[args.stagetap_verify],
             wait_s=args.stagetap_wait_s,
         )
         stored = source.open_invariant()

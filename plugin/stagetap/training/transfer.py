@@ -29,14 +29,14 @@ class Source:
         uri: of a StageTap dataset.
         run: one run of it, or None for all.
         stream: the stream kind that it must hold.
-        verify: whether to compare checksums of what is read.
+        verify: whether to compare checksums of what is read; None as the store does by default.
         wait_s: how long a row may wait for its sample to be committed.
     """
 
     uri: str
     run: str | None
     stream: str
-    verify: bool
+    verify: bool | None
     wait_s: float
 
     def open(self) -> HiddenStatesDataset:

@@ -16,6 +16,7 @@ from stagetap.stores import mooncake_client
 from stagetap.stores.mooncake_client import PROTOCOL_KEY, MooncakeClient, open_client
 from stagetap.stores.mooncake_objects import Placed, StoreFull
 from stagetap.stores.mooncake_processes import Master, MemoryHost
+from stagetap.stores.mooncake_records import seal
 from stagetap.stores.mooncake_status import StatusError
 from stagetap.stores.mooncake_uri import MooncakeOptions, parse_uri
 
@@ -195,12 +196,26 @@ def test_what_a_closed_writer_lent_is_gone(own_master: Master, connect: OpenClie
 
 def test_another_protocol_is_refused(own_master: Master, connect: OpenClient) -> None:
     first = connect(own_master)
-    assert first.get(PROTOCOL_KEY) == b"tcp"
+    assert first.get(PROTOCOL_KEY) == seal(PROTOCOL_KEY, b"tcp")
     first.remove([PROTOCOL_KEY], force=True)
-    first.put(PROTOCOL_KEY, b"rdma")
+    first.put(PROTOCOL_KEY, seal(PROTOCOL_KEY, b"rdma"))
     for role in ("writer", "reader"):
         with pytest.raises(Refused, match="others use protocol=rdma and this address says"):
             connect(own_master, role)
+
+
+def test_a_damaged_protocol_keeps_nobody_out(
+    own_master: Master, connect: OpenClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = connect(own_master)
+    first.remove([PROTOCOL_KEY], force=True)
+    damaged = b"7" * len(seal(PROTOCOL_KEY, b"tcp"))
+    first.put(PROTOCOL_KEY, damaged)
+    connect(own_master, "reader")
+    assert first.get(PROTOCOL_KEY) == damaged
+    assert "stagetap.protocol is damaged" in caplog.text
+    connect(own_master)
+    assert first.get(PROTOCOL_KEY) == seal(PROTOCOL_KEY, b"tcp")
 
 
 def test_rdma_needs_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

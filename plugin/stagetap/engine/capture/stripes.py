@@ -34,8 +34,11 @@ if TYPE_CHECKING:
 TAPS = "stagetap.taps"
 
 SLACK = 1 / 16
-"""The part of a page that may stay empty for the sake of prefix hits. With a twenty-fourth a tiny
-Qwen3-Next finds no prefix again in prompts of 3000 tokens."""
+"""The part of a page that may stay empty for the sake of prefix hits."""
+
+LOSS = 0.045
+"""The part of a worker's cache that may stay empty for it. With what block sizes round, less than a
+twentieth."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,8 @@ def lay_out(
         cache.stripes = (TapStripe(vllm_config, taps, width, f"{TAPS}.{first + stage}"),)
         return
     counts, width = cut(rows, pages_of_a_block(groups, stages))
-    page = page_of_taps(vllm_config, groups_with_taps(vllm_config, stages, width) or groups)
+    groups = groups_with_taps(vllm_config, stages, width) or groups
+    page = page_of_taps(vllm_config, groups, slack(vllm_config, stages))
     first += sum(counts[:stage])
     cache.stripes = tuple(
         TapStripe(vllm_config, 1, width, f"{TAPS}.{first + number}", page)
@@ -132,12 +136,32 @@ def pages_of_a_block(
     )
 
 
-def page_of_taps(vllm_config: VllmConfig, groups: Sequence[KVCacheGroupSpec]) -> Page | None:
+def slack(vllm_config: VllmConfig, stages: Sequence[StageCaches]) -> float:
+    """The part of a page of taps that may stay empty: less where taps are most of the cache.
+
+    Args:
+        vllm_config: the engine's.
+        stages: all of them; one at least has taps.
+    """
+    tokens = vllm_config.model_config.max_model_len
+    item = vllm_config.model_config.dtype.itemsize
+    shares = []
+    for stage in stages:
+        taps = tokens * stage.row * item
+        own = sum(spec.max_memory_usage_bytes(vllm_config) for spec in stage.specs.values())
+        shares.append(taps / (taps + own) if taps else 0.0)
+    return min(SLACK, LOSS / max(shares))
+
+
+def page_of_taps(
+    vllm_config: VllmConfig, groups: Sequence[KVCacheGroupSpec], may_stay_empty: float
+) -> Page | None:
     """The page of a stripe; None where vLLM does not align pages.
 
     Args:
         vllm_config: the engine's.
         groups: with one stripe, see :func:`groups_with_taps`.
+        may_stay_empty: a part of it, see :func:`slack`.
     """
     (taps,) = (group.kv_cache_spec for group in groups if TAPS in group.layer_names)
     nbytes = taps.page_size_padded
@@ -146,22 +170,23 @@ def page_of_taps(vllm_config: VllmConfig, groups: Sequence[KVCacheGroupSpec]) ->
     fits = nbytes // (taps.real_page_size_bytes // taps.block_size)
     unit = math.gcd(*(g.kv_cache_spec.block_size for g in groups if TAPS not in g.layer_names))
     cached = vllm_config.cache_config.enable_prefix_caching
-    return Page(tokens_of_a_page(fits, unit) if cached else fits, nbytes)
+    return Page(tokens_of_a_page(fits, unit, may_stay_empty) if cached else fits, nbytes)
 
 
-def tokens_of_a_page(fits: int, unit: int) -> int:
+def tokens_of_a_page(fits: int, unit: int, may_stay_empty: float) -> int:
     """How many tokens a page of taps holds in an engine with a prefix cache.
 
     vLLM finds a cached prefix at common multiples of all groups' block sizes. Filling a page to the
     last token may put these far apart (25 tokens beside the attention's 16: every 400), halving it
-    wastes memory (16 of 25). So of all numbers that leave no more than :data:`SLACK` empty, the one
-    with the smallest common multiple (24 of 25: every 48).
+    wastes memory (16 of 25). So of all numbers that leave little empty, the one with the smallest
+    common multiple (24 of 25: every 48).
 
     Args:
         fits: tokens, at least 1.
         unit: the block size of the model's own caches, in tokens.
+        may_stay_empty: a part of the page.
     """
-    enough = range(fits - int(fits * SLACK), fits + 1)
+    enough = range(fits - int(fits * may_stay_empty), fits + 1)
     return min(enough, key=lambda tokens: (math.lcm(tokens, unit), -tokens))
 
 
