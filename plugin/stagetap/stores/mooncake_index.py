@@ -103,8 +103,9 @@ class IndexWriter:
     def is_known(self) -> bool:
         """Whether readers find this writer: a master that restarts forgets everything.
 
-        What introduces it is put anew where it is damaged. That was seen: a write that a dead link
-        holds up reaches memory long after it was given to another object. Raises StoreError.
+        What introduces it is put anew where it is damaged, and how many pages it has, which was
+        stored beside it. That was seen: a write that a dead link holds up reaches memory long after
+        it was given to other objects. Raises StoreError.
         """
         if self._key is None:
             return False
@@ -112,6 +113,7 @@ class IndexWriter:
         if found is not None and not is_intact(self._key, found):
             self._objects.remove([self._key], force=True)
             self.introduce()
+            self._mark(self.next_seq)
             return True
         return found == encode_record(self._key, self._record)
 
@@ -183,12 +185,18 @@ class IndexReader:
         now = time.monotonic()
         if not self._found and now - self._looked >= LOOK_SECONDS:
             writers = read_writers(self._objects, self._run_id)
+            damage = writers.damage
             for record in writers.records:
                 self._positions.setdefault(record.writer, _Position())
             for writer in self._positions:
-                self._read_on(writer, self._marked_pages(writer))
-            if writers.damage is not None and not self._found:
-                raise writers.damage
+                known_pages = 0
+                try:
+                    known_pages = self._marked_pages(writer)
+                except CorruptLog as error:
+                    damage = error
+                self._read_on(writer, known_pages)
+            if damage is not None and not self._found:
+                raise damage
             self._looked = now
         found, self._found = self._found, []
         return found
@@ -224,5 +232,11 @@ class IndexReader:
         marks = [(key, read(self._objects, key)) for key in mark_keys(self._run_id, writer)]
         there = [(key, data) for key, data in marks if data is not None]
         whole = [(key, data) for key, data in there if is_intact(key, data)]
-        pages = [decode_record(key, data, Mark).pages for key, data in whole or there]
-        return max(pages, default=0)
+        if there and not whole:
+            key = there[0][0]
+            raise CorruptLog(
+                f"{key} is damaged: pages behind many that are gone may not be found until the "
+                f"engine has committed {MARK_EVERY} more; ask again",
+                path=key,
+            )
+        return max((decode_record(key, data, Mark).pages for key, data in whole), default=0)

@@ -429,10 +429,25 @@ def test_a_damaged_mark_hides_no_page(master: Master, damaged: tuple[int, ...]) 
         key = next(key for key in master.objects if key.endswith(f".mark{number}"))
         master.objects[key] = flip(master.objects[key], -2)
     if len(damaged) == 2:
-        with pytest.raises(CorruptLog, match="mark"):
+        with pytest.raises(CorruptLog, match="mark0 is damaged"):
             dataset_of(master)
+        for number in range(MARK_EVERY):
+            engine.export(f"later{number}", tokens=1)
+        assert len(dataset_of(master)) == 1 + MARK_EVERY
     else:
         assert dataset_of(master).sample_ids == [f"s{count - 1}"]
+
+
+def test_a_damaged_mark_of_a_young_run_hides_no_page(master: Master) -> None:
+    engine = make_engine(master)
+    engine.export("before")
+    for name in ("writers/0", ".mark0"):
+        key = next(key for key in master.objects if key.endswith(name))
+        master.objects[key] = flip(master.objects[key], -2)
+    with pytest.raises(CorruptLog, match="writers/0 is damaged"):
+        dataset_of(master)
+    engine.export("after")
+    assert dataset_of(master).sample_ids == ["before", "after"]
 
 
 def test_a_damaged_page_hides_no_other(master: Master) -> None:
