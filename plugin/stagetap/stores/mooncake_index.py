@@ -33,7 +33,7 @@ class Writers:
     """Who has introduced itself to a run, and what could not be read of it."""
 
     records: tuple[WriterRecord, ...]
-    damage: CorruptLog | None
+    damage: tuple[CorruptLog, ...]
 
 
 def read_writers(objects: Objects, run_id: str) -> Writers:
@@ -42,13 +42,13 @@ def read_writers(objects: Objects, run_id: str) -> Writers:
     One damaged record hides no other: its committer puts it anew, see :meth:`IndexWriter.is_known`.
     """
     records: list[WriterRecord] = []
-    damage: CorruptLog | None = None
+    damage: list[CorruptLog] = []
     start = 0
     while True:
         keys = [writer_key(run_id, n) for n in range(start, start + WRITER_WINDOW)]
         there = [key for key, exists in zip(keys, objects.exist(keys), strict=True) if exists]
         if not there:
-            return Writers(tuple(records), damage)
+            return Writers(tuple(records), tuple(damage))
         for key in there:
             data = read(objects, key)
             if data is None:
@@ -56,10 +56,12 @@ def read_writers(objects: Objects, run_id: str) -> Writers:
             if is_intact(key, data):
                 records.append(decode_record(key, data, WriterRecord))
             else:
-                damage = CorruptLog(
-                    f"{key} is damaged, and so nothing of that engine is found: with the next "
-                    "sample that it commits it puts it right; ask again",
-                    path=key,
+                damage.append(
+                    CorruptLog(
+                        f"{key} is damaged, and so nothing of that engine is found: with the next "
+                        "sample that it commits it puts it right; ask again",
+                        path=key,
+                    )
                 )
         start += WRITER_WINDOW
 
@@ -173,19 +175,20 @@ class IndexReader:
         self._positions: dict[str, _Position] = {}
         self._found: list[FoundPage] = []  # not returned yet
         self._looked = float("-inf")
+        self._told: set[str | None] = set()  # keys that are damaged, and were raised
 
     def poll(self) -> list[FoundPage]:
         """The pages that were not returned yet, per writer in order. Raises StoreError, CorruptLog.
 
         After a StoreError the next call goes on where this one stopped, after a CorruptLog behind
-        the page that is damaged: no other page is lost.
+        the page that is damaged: no other page is lost. Each thing that is damaged raises once.
         """
         for writer in self._positions:
             self._read_on(writer)
         now = time.monotonic()
         if not self._found and now - self._looked >= LOOK_SECONDS:
             writers = read_writers(self._objects, self._run_id)
-            damage = writers.damage
+            damage = list(writers.damage)
             for record in writers.records:
                 self._positions.setdefault(record.writer, _Position())
             for writer in self._positions:
@@ -193,11 +196,14 @@ class IndexReader:
                 try:
                     known_pages = self._marked_pages(writer)
                 except CorruptLog as error:
-                    damage = error
+                    damage.append(error)
                 self._read_on(writer, known_pages)
-            if damage is not None and not self._found:
-                raise damage
             self._looked = now
+            # Before what was found: that it is all there is would be a mistake.
+            new = [error for error in damage if error.path not in self._told]
+            self._told = {error.path for error in damage} - {error.path for error in new[1:]}
+            if new:
+                raise new[0]
         found, self._found = self._found, []
         return found
 
