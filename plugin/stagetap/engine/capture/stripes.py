@@ -167,13 +167,13 @@ def page_of_taps(
     nbytes = taps.page_size_padded
     if nbytes is None:
         return None
-    fits = nbytes // (taps.real_page_size_bytes // taps.block_size)
+    fits = nbytes / (taps.real_page_size_bytes // taps.block_size)
     unit = math.gcd(*(g.kv_cache_spec.block_size for g in groups if TAPS not in g.layer_names))
     cached = vllm_config.cache_config.enable_prefix_caching
-    return Page(tokens_of_a_page(fits, unit, may_stay_empty) if cached else fits, nbytes)
+    return Page(tokens_of_a_page(fits, unit, may_stay_empty) if cached else int(fits), nbytes)
 
 
-def tokens_of_a_page(fits: int, unit: int, may_stay_empty: float) -> int:
+def tokens_of_a_page(fits: float, unit: int, may_stay_empty: float) -> int:
     """How many tokens a page of taps holds in an engine with a prefix cache.
 
     vLLM finds a cached prefix at common multiples of all groups' block sizes. Filling a page to the
@@ -182,11 +182,12 @@ def tokens_of_a_page(fits: int, unit: int, may_stay_empty: float) -> int:
     common multiple (24 of 25: every 48).
 
     Args:
-        fits: tokens, at least 1.
+        fits: tokens, at least 1; what is behind the point stays empty in any case.
         unit: the block size of the model's own caches, in tokens.
         may_stay_empty: a part of the page.
     """
-    enough = range(fits - int(fits * may_stay_empty), fits + 1)
+    most = int(fits)
+    enough = range(min(most, math.ceil(fits * (1 - may_stay_empty))), most + 1)
     return min(enough, key=lambda tokens: (math.lcm(tokens, unit), -tokens))
 
 
