@@ -61,9 +61,10 @@ def test_a_cached_prefix_has_its_taps(
     asked = [1, count // 2, count - 2, count] if family == "qwen3-next" else layer_ids(count)
     sizes = {"max_position_embeddings": 4096}
     (ids,) = random_prompts([3000])
-    # vLLM keeps what a window or a state has left only where it has seen two prompts meet or part.
+    # vLLM keeps what a window or a state has left only where it has seen two prompts part, or meet.
     ends = {f"branch-{n}": random_prompts([40], seed=n)[0] for n in (1, 2)}
-    prompts = {"cold": ids, "again": ids, "warm": ids} | {n: [*ids[:2500], *end] for n, end in ends.items()}
+    prompts = dict.fromkeys(["cold", "again", "warm"], ids)
+    prompts |= {name: [*ids[:2500], *end] for name, end in ends.items()}
     store, folder = stores(f"hybrid-{family}"), checkpoint(family, **sizes)
     cached = Arm(
         "engine.jobs:capture_cached",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stagetap.errors import SampleFailed, SampleNotFound
-from stagetap.reader.dataset import read_sample
+from stagetap.reader.dataset import read_sample, sample_failed
 from stagetap.reader.offers import Offer
 from stagetap.reader.sample import Sample
 from stagetap.stores.base import SampleRef
@@ -24,6 +24,7 @@ _ROOM_SECONDS = 30.0
 
 Sharing = Literal["claim", "broadcast"]
 Removal = Literal["auto", "lease", "force", "keep"]
+Failures = Literal["raise", "skip"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ class Consumption:
     sharing: Sharing
     consumers: tuple[str, ...]
     removal: Removal
-    failures: Literal["raise", "skip"]
+    failures: Failures
 
     @property
     def force(self) -> bool:
@@ -88,6 +89,13 @@ class Consumer:
         return taken
 
     def _take(self, offer: Offer) -> Taken | None:
+        if self._reader.is_dying(offer.ref):
+            # Consumed, by whoever it was for, and perhaps by one who died over its removal.
+            commit = self._reader.find_commit(offer.ref.sample_id)
+            ours = commit is not None and commit.manifest.attempt == offer.ref.attempt
+            doomed = self._doomed(offer, commit if ours else None)
+            self._reader.remove(doomed, force=self._how.force)
+            return None
         if not self._is_ours(offer.ref):
             return None
         commit = self._reader.find_commit(offer.ref.sample_id)
@@ -96,10 +104,6 @@ class Consumer:
         if commit is None or commit.manifest.attempt != offer.ref.attempt:
             # Removed, but for the page, by one who died over it.
             self._reader.remove(self._doomed(offer, None), force=True)
-            return None
-        if self._reader.is_dying(offer.ref):
-            # Consumed, by us before we were started again, or by all of us.
-            self._reader.remove(self._doomed(offer, commit), force=self._how.force)
             return None
         sample = read_sample(self._reader, commit.manifest, self._verify)
         return Taken(sample=sample, finish=lambda: self._finish(offer, commit))
@@ -121,13 +125,7 @@ class Consumer:
         if commit is None and failure is not None:
             self.failed += 1
             if self._how.failures == "raise":
-                error = SampleFailed(
-                    f"sample {ref.sample_id!r} failed on stage {offer.stage}: {failure.cause}: "
-                    "export it again",
-                    cause=failure.cause,
-                    sample_id=ref.sample_id,
-                    stage=offer.stage,
-                )
+                error = sample_failed(failure)
                 return Taken(sample=error, finish=lambda: self._finish(offer, None))
         self._finish(offer, None)
         return None

@@ -20,9 +20,10 @@ from stagetap.errors import (
     StreamMismatch,
 )
 from stagetap.manifest import NO_CHECKSUM, Manifest
+from stagetap.reader.checks import check_numbers
 from stagetap.reader.order import CommitOrder
 from stagetap.reader.sample import Sample, StageStates
-from stagetap.stores.base import CommitEntry, Invariant, StoreReader, open_store_reader
+from stagetap.stores.base import CommitEntry, Failure, Invariant, StoreReader, open_store_reader
 from stagetap.stores.checks import check_kind, check_tokens
 
 if TYPE_CHECKING:
@@ -177,6 +178,7 @@ class HiddenStatesDataset(Dataset[Sample]):
         Raises SampleTimeout after `timeout_s`, SampleFailed as soon as every attempt so far has
         failed, AmbiguousSample, and what reading a sample raises.
         """
+        check_numbers(timeout_s=(timeout_s, 0))
         deadline = time.monotonic() + timeout_s
         pause, longest_pause = _POLL_SECONDS
         while True:
@@ -185,17 +187,11 @@ class HiddenStatesDataset(Dataset[Sample]):
                 return self[sample_id]
             failures = self._reader.failures(self._order.run_id, sample_id)
             if failures:
-                raise SampleFailed(
-                    f"sample {sample_id!r} failed on stage {failures[-1].stage}: "
-                    f"{failures[-1].cause}: export it again",
-                    cause=failures[-1].cause,
-                    sample_id=sample_id,
-                    stage=failures[-1].stage,
-                )
+                raise sample_failed(failures[-1])
             left = deadline - time.monotonic()
             if left <= 0:
                 raise SampleTimeout(
-                    f"sample {sample_id!r} was not committed within {timeout_s} s: is its engine "
+                    f"sample {sample_id!r} was not committed within {timeout_s:g} s: is its engine "
                     "running, and is this its store? Wait longer or export it again",
                     sample_id=sample_id,
                 )
@@ -205,7 +201,9 @@ class HiddenStatesDataset(Dataset[Sample]):
     def delete(self, key: int | str) -> None:
         """Delete a sample from the store; one that is deleted already is no error.
 
-        Samples that were read before stay readable as long as they are held. Raises IndexError,
+        Samples that were read before stay readable as long as they are held. Out of Mooncake its
+        memory is freed when the leases of those who read it have ended: this process ends only
+        then, or when they should have. Raises IndexError,
         SampleNotFound for an id that was never committed, AmbiguousSample, StoreError.
         """
         sample_id = key if isinstance(key, str) else self._entry_at(key).sample_id
@@ -284,6 +282,17 @@ def read_sample(reader: StoreReader, manifest: Manifest, verify: bool | None) ->
     if verify:
         sample.verify()
     return sample
+
+
+def sample_failed(failure: Failure) -> SampleFailed:
+    """What a failure is to whoever asks for the sample."""
+    where = "" if failure.stage is None else f" on stage {failure.stage}"
+    return SampleFailed(
+        f"sample {failure.ref.sample_id!r} failed{where}: {failure.cause}: export it again",
+        cause=failure.cause,
+        sample_id=failure.ref.sample_id,
+        stage=failure.stage,
+    )
 
 
 def _one_run(sample_id: str, entries: list[CommitEntry]) -> list[CommitEntry]:

@@ -3,16 +3,17 @@
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from stagetap.errors import SampleTimeout
+from stagetap.errors import CorruptLog, Refused, SampleTimeout, StoreError
 from stagetap.stores.base import Failure, SampleRef
 from stagetap.stores.mooncake_reader import MooncakeStoreReader
 from stagetap.stores.mooncake_records import Commit
 
 _PAUSE_SECONDS = (0.002, 0.1)  # the first pause when there is nothing new, and the longest
+_QUEUE_SECONDS = 0.1  # how long a wait for an id does not see that it is to stop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +30,18 @@ class Offer:
 class Source(Protocol):
     """Where a stream learns which samples there are."""
 
-    def next(self, timeout_s: float, stopped: threading.Event) -> Offer | None:
+    def next(self, deadline: float, timeout_s: float, stopped: threading.Event) -> Offer | None:
         """The next one; None when there will be no more. Gives up early once it is stopped.
 
-        Raises SampleTimeout, StoreError, SampleFailed.
+        `deadline` is one of `time.monotonic`, `timeout_s` how long the caller said that it waits.
+        Raises SampleTimeout, SampleFailed; StoreError, after which the next call goes on with the
+        same sample.
         """
+
+
+def is_of_the_store(error: Exception) -> bool:
+    """Whether it was the store that failed, so that the same sample may be had at another try."""
+    return isinstance(error, StoreError) and not isinstance(error, CorruptLog)
 
 
 class IndexSource:
@@ -44,9 +52,9 @@ class IndexSource:
         self._offers: list[Offer] = []
         self._seen: set[tuple[SampleRef, str]] = set()
 
-    def next(self, timeout_s: float, stopped: threading.Event) -> Offer | None:
+    def next(self, deadline: float, timeout_s: float, stopped: threading.Event) -> Offer | None:
         """See Source."""
-        if not self._offers and not _ask_until(self._poll, timeout_s, stopped):
+        if not self._offers and not _ask_until(self._poll, deadline, stopped):
             raise SampleTimeout(
                 f"nothing was committed to run {self._reader.run_id!r} for {timeout_s:g} s: is its "
                 "engine running, and does another consumer take everything? Wait longer"
@@ -78,17 +86,42 @@ class IdSource:
         self, reader: MooncakeStoreReader, sample_ids: "Iterable[str] | queue.Queue[str | None]"
     ) -> None:
         self._reader = reader
-        self._ids: Iterator[str | None]
-        if isinstance(sample_ids, queue.Queue):
-            self._ids = iter(sample_ids.get, None)
-        else:
-            self._ids = iter(sample_ids)
+        self._ids = sample_ids if isinstance(sample_ids, queue.Queue) else iter(sample_ids)
+        self._asked: str | None = None  # not answered yet, because the store failed
 
-    def next(self, timeout_s: float, stopped: threading.Event) -> Offer | None:
+    def next(self, deadline: float, timeout_s: float, stopped: threading.Event) -> Offer | None:
         """See Source; raises SampleFailed when all that is known of the sample are failures."""
-        sample_id = next(self._ids, None)
-        if sample_id is None:
+        if self._asked is None:
+            self._asked = self._next_id(deadline, timeout_s, stopped)
+        if self._asked is None:
             return None
+        try:
+            offer = self._offer(self._asked, deadline, timeout_s, stopped)
+        except Exception as error:
+            if not is_of_the_store(error):
+                self._asked = None
+            raise
+        self._asked = None
+        return offer
+
+    def _next_id(self, deadline: float, timeout_s: float, stopped: threading.Event) -> str | None:
+        if not isinstance(self._ids, queue.Queue):
+            return _checked(next(self._ids, None))
+        while not stopped.is_set():
+            left = deadline - time.monotonic()
+            try:
+                return _checked(self._ids.get(timeout=min(_QUEUE_SECONDS, max(0.0, left))))
+            except queue.Empty:
+                if left <= 0:
+                    raise SampleTimeout(
+                        f"no sample id was put into the queue for {timeout_s:g} s: is who puts "
+                        "them running? Wait longer, or put None at the end"
+                    ) from None
+        return None
+
+    def _offer(
+        self, sample_id: str, deadline: float, timeout_s: float, stopped: threading.Event
+    ) -> Offer:
         found: Commit | None = None
         failures: list[Failure] = []
 
@@ -100,7 +133,7 @@ class IdSource:
                 failures = self._reader.failures(None, sample_id)
             return found is not None or bool(failures)
 
-        if not _ask_until(answered, timeout_s, stopped):
+        if not _ask_until(answered, deadline, stopped):
             raise SampleTimeout(
                 f"sample {sample_id!r} was not committed within {timeout_s:g} s: is its engine "
                 "running, and is this its run? Wait longer or export it again",
@@ -118,9 +151,15 @@ class IdSource:
         )
 
 
-def _ask_until(done: Callable[[], bool], timeout_s: float, stopped: threading.Event) -> bool:
+def _checked(sample_id: object) -> str | None:
+    """An id that the caller gave. Raises Refused."""
+    if sample_id is not None and not isinstance(sample_id, str):
+        raise Refused(f"sample id {sample_id!r}: ids are strings")
+    return sample_id
+
+
+def _ask_until(done: Callable[[], bool], deadline: float, stopped: threading.Event) -> bool:
     """As `mooncake_objects.wait_until`, with shorter pauses: a trainer waits for this."""
-    deadline = time.monotonic() + timeout_s
     pause, longest = _PAUSE_SECONDS
     while not done():
         left = deadline - time.monotonic()

@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, get_args
 
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -17,8 +17,9 @@ from stagetap.errors import (
     SampleTimeout,
     StreamMismatch,
 )
-from stagetap.reader.consumer import Consumer, Consumption, Removal, Sharing, Taken
-from stagetap.reader.offers import IdSource, IndexSource, Source
+from stagetap.reader.checks import check_choices, check_numbers
+from stagetap.reader.consumer import Consumer, Consumption, Failures, Removal, Sharing, Taken
+from stagetap.reader.offers import IdSource, IndexSource, Offer, Source, is_of_the_store
 from stagetap.reader.sample import Sample
 from stagetap.stores.mooncake_reader import MooncakeStoreReader
 
@@ -155,6 +156,7 @@ class _Pass:
         self._ready: queue.Queue[_Read] = queue.Queue(max(1, prefetch))
         self._stopped = threading.Event()
         self._given: Taken | None = None
+        self._offer: Offer | None = None  # what the store failed over: to be tried again
         self._taken = 0
         self._ended = False
         self._thread: threading.Thread | None = None
@@ -178,10 +180,12 @@ class _Pass:
 
     def finish(self) -> bool:
         """Consume what was given last; whether it was a sample."""
-        given, self._given = self._given, None
-        if given is not None:
-            given.finish()
-        return given is not None and isinstance(given.sample, Sample)
+        given = self._given
+        if given is None:
+            return False
+        given.finish()
+        self._given = None  # not before: what could not be said is said again
+        return isinstance(given.sample, Sample)
 
     def stop(self) -> None:
         """End the thread."""
@@ -204,11 +208,15 @@ class _Pass:
         deadline = time.monotonic() + self._timeout_s
         while not self._stopped.is_set():
             try:
-                offer = self._source.next(max(0.0, deadline - time.monotonic()), self._stopped)
-                if offer is None:
+                if self._offer is None:
+                    self._offer = self._source.next(deadline, self._timeout_s, self._stopped)
+                if self._offer is None:
                     break
-                taken = self.consumer.take(offer)
+                taken = self.consumer.take(self._offer)
+                self._offer = None
             except Exception as error:  # noqa: BLE001 -- raised where the sample is asked for
+                if not is_of_the_store(error):
+                    self._offer = None
                 # What is wrong with one sample is not wrong with the next. After a timeout it is
                 # for the caller to say whether to wait again.
                 goes_on = isinstance(error, SampleError) and not isinstance(error, SampleTimeout)
@@ -229,7 +237,7 @@ def consume(
     stream: str | None = None,
     verify: bool | None = None,
     removal: Removal = "auto",
-    failures: Literal["raise", "skip"] = "raise",
+    failures: Failures = "raise",
     timeout_s: float = 60.0,
     limit: int | None = None,
     prefetch: int = 2,
@@ -246,6 +254,18 @@ def consume(
     from stagetap.stores.mooncake_open import open_reader
 
     names = tuple(consumers)
+    check_choices(
+        sharing=(sharing, get_args(Sharing)),
+        removal=(removal, get_args(Removal)),
+        failures=(failures, get_args(Failures)),
+    )
+    check_numbers(timeout_s=(timeout_s, 0), limit=(limit, 1), prefetch=(prefetch, 1))
+    if isinstance(sample_ids, str) or isinstance(consumers, str):
+        raise Refused("sample_ids and consumers are lists of strings, not one: put it into a list")
+    if not all((consumer is None or consumer, *names)):
+        raise Refused(
+            "a consumer needs a name that is not empty; without any it gets one of its own"
+        )
     if sharing == "broadcast" and (consumer is None or consumer not in names):
         raise Refused(
             "sharing='broadcast' needs the names of all consumers, and its own among them: "

@@ -180,5 +180,6 @@ def _check_known(what: str, marked: dict[str, int], logs: dict[str, list[Any]]) 
         if not 0 <= lines <= known:
             raise Refused(
                 f"the state rests on {lines} lines of the {what} log of {writer}, this store has "
-                f"{known}: it is the state of another store, or a log was lost"
+                f"{known}: it is the state of another store, a log was lost, or samples were "
+                "consumed since"
             )

@@ -51,6 +51,7 @@ from stagetap.stores.mooncake_records import (
     encode_commit,
     encode_record,
     is_intact,
+    unseal,
 )
 
 
@@ -99,13 +100,13 @@ class MooncakeStoreCommitter:
             return False  # deleted at this moment
         commit = decode_commit(key, data)
         index = self._index
-        if index is None or commit.writer == index.writer:
+        if index is None:
             return True
         page = page_key(run_id, commit.writer, commit.seq)
         if not self._objects.exist([page])[0]:
-            # Its writer died between the two steps, or is between them now, or the sample is just
-            # being deleted: readers take two pages of one attempt for one, and one that names
-            # nothing for none.
+            # Its writer died between the two steps, or is between them now, or could not tell that
+            # the first one was done, or the sample is just being deleted: readers take two pages of
+            # one attempt for one, and one that names nothing for none.
             with self._writing:
                 index.append(_page_of(commit.manifest, commit.committed_at_ns))
         return True
@@ -123,8 +124,12 @@ class MooncakeStoreCommitter:
             except StoreFull:
                 self._remove_fragments(manifest)
                 raise
+            except StoreError as error:
+                self._take_back_ours(key, ours, manifest, error)
+                raise
             if winner != ours:
                 self._remove_fragments(manifest)
+                unseal(key, winner)  # says so if it is damaged
                 raise DuplicateSample(
                     f"sample {manifest.sample_id!r} of run {manifest.run_id!r} is committed "
                     "already: give it another id or leave it out"
@@ -210,6 +215,17 @@ class MooncakeStoreCommitter:
     def _remove_fragments(self, manifest: Manifest) -> None:
         """Nobody else will: the engine takes what it tries to commit for committed or given up."""
         self._objects.remove(keys_of(manifest), force=True)
+
+    def _take_back_ours(self, key: str, ours: bytes, manifest: Manifest, error: StoreError) -> None:
+        """After a put that may have happened: what is there may be another engine's."""
+        try:
+            if read(self._objects, key) not in (ours, None):
+                self._remove_fragments(manifest)
+                return
+        except StoreError as second:
+            error.add_note(f"and whether it was committed after all is not known: {second}")
+            return  # If it was, the look of a retry puts it into the index.
+        self._take_back(key, manifest, error)
 
     def _take_back(self, key: str, manifest: Manifest, error: StoreError) -> None:
         """Make a commit that is not in the index invisible again, so that a retry can succeed."""

@@ -120,8 +120,18 @@ class MooncakeStoreReader:
             if _ref(entry) not in self._seen:
                 self._seen.add(_ref(entry))
                 commits.append(entry)
+        commits = self._living(commits)
         deletes, self._deletes = self._deletes, []
         return commits, deletes
+
+    def _living(self, entries: list[CommitEntry]) -> list[CommitEntry]:
+        """Those that are not deleted, or just being so. Raises StoreError."""
+        objects = self.connection.objects
+        # Tombstones first: to ask for a commit gives it a lease, which holds up its removal.
+        tombs = objects.exist([tombstone_key(_ref(entry)) for entry in entries])
+        left = [entry for entry, dying in zip(entries, tombs, strict=True) if not dying]
+        commits = objects.exist([sample_commit_key(self.run_id, e.sample_id) for e in left])
+        return [entry for entry, there in zip(left, commits, strict=True) if there]
 
     def manifest(self, entry: CommitEntry) -> Manifest:
         """The manifest of a commit. See StoreReader; SampleNotFound when it was deleted."""
@@ -242,9 +252,15 @@ class MooncakeStoreReader:
         return self.connection.objects.exist([tombstone_key(ref)])[0]
 
     def close(self) -> None:
-        """End the connection; samples that are still held stay valid. Raises StoreError."""
+        """End the connection, once what was deleted is gone, or its leases should have ended.
+
+        Samples that are still held stay valid. Raises StoreError.
+        """
         if self._open is not None and self._open.pid == os.getpid():
-            self._open.objects.close()
+            try:
+                self._open.remover.close()
+            finally:
+                self._open.objects.close()
         self._open = None
         self._index = None
 
@@ -310,9 +326,11 @@ class MooncakeStoreReader:
     def _missing(
         self, manifest: Manifest, fragment: Fragment, key: str
     ) -> MissingFragment | SampleNotFound:
-        if self.is_dying(ref_of(manifest)):
+        ref = ref_of(manifest)
+        commit = self.find_commit(ref.sample_id)
+        if commit is None or commit.manifest.attempt != ref.attempt or self.is_dying(ref):
             return SampleNotFound(
-                f"sample {manifest.sample_id!r} is just being deleted",
+                f"sample {manifest.sample_id!r} is not in the store any more: it was deleted",
                 sample_id=manifest.sample_id,
             )
         return fragment_error(

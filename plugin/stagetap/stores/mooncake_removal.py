@@ -1,15 +1,20 @@
 """Taking samples out of a Mooncake store, while others may still hold leases on them.
 
-The order of steps makes every half-done removal one that can be finished by whoever finds it: a
-tombstone first, so that nobody takes the rest for a broken sample; then the data; then the commit,
-which names the data; then claims and tombstone; at last the page, which leads to all of it.
+The order of steps makes every half-done removal one that can be finished by whoever meets it, as
+consumers and `stagetap verify --gc` do: a tombstone first, so that nobody takes the rest for a
+broken sample; then the data; then the commit, which names the data; then claims and tombstone; at
+last the page, which leads to all of it.
 """
 
+import atexit
+import logging
+import os
 import threading
 import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from stagetap.errors import StoreError
 from stagetap.manifest import Manifest
@@ -28,6 +33,8 @@ from stagetap.stores.mooncake_records import Owner, encode_record
 
 _RETRY_SECONDS = 0.1
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Doomed:
@@ -44,8 +51,16 @@ class Doomed:
     error_stages: tuple[int | None, ...] = ()
 
 
-def steps(doomed: Doomed) -> list[list[str]]:
-    """The keys to remove, in groups: one group after the other. Pure."""
+class Step(NamedTuple):
+    """Keys to remove at once. Leases are heeded on what somebody may be reading: not on small
+    objects, which whoever looks at them reads whole or not at all."""
+
+    keys: list[str]
+    heeds_leases: bool
+
+
+def steps(doomed: Doomed) -> list[Step]:
+    """What to remove, one step after the other. Pure."""
     ref = doomed.ref
     data = [error_record_key(ref, stage) for stage in doomed.error_stages]
     commit = []
@@ -55,7 +70,7 @@ def steps(doomed: Doomed) -> list[list[str]]:
     # Claims only now: whoever gets one from here on finds no commit.
     marks = [claim_key(ref), *[ack_key(ref, name) for name in doomed.consumers], tombstone_key(ref)]
     pages = [page_key(ref.run_id, writer, seq) for writer, seq in doomed.pages]
-    return [group for group in (data, commit, marks, pages) if group]
+    return [Step(keys, keys is data) for keys in (data, commit, marks, pages) if keys]
 
 
 class Remover:
@@ -71,12 +86,16 @@ class Remover:
         self._changed = threading.Condition()
         self._waiting: deque[_Waiting] = deque()
         self._thread: threading.Thread | None = None
-        self._failed: StoreError | None = None
+        self._failed: StoreError | None = None  # given up
+        self._trouble: StoreError | None = None  # of the last try; it goes on
+        self._pid = os.getpid()
 
     def remove(self, doomed: Doomed, *, force: bool) -> None:
         """Make the attempt unreadable, and remove it now or as soon as its leases end.
 
-        Raises StoreError, also once for an earlier removal that failed meanwhile.
+        Raises StoreError when it cannot be made unreadable, and once for an earlier removal that
+        was given up: then nothing is done, and the caller may ask again. What the store fails over
+        after that is tried again for as long as this process lives.
         """
         self._raise_failure()
         if doomed.manifest is not None:
@@ -84,9 +103,12 @@ class Remover:
             with suppress(StoreFull):
                 key = tombstone_key(doomed.ref)
                 self._objects.put(key, encode_record(key, Owner(consumer="")))
-        waiting = _Waiting(steps(doomed), time.monotonic() + self._lease_wait_s)
-        if self._advance(waiting, force):
-            return
+        waiting = _Waiting(steps(doomed), force, time.monotonic() + self._lease_wait_s)
+        try:
+            if self._advance(waiting):
+                return
+        except StoreError as error:
+            self._trouble = error
         with self._changed:
             self._waiting.append(waiting)
             if self._thread is None:
@@ -94,6 +116,7 @@ class Remover:
                     target=self._serve, name="stagetap-remover", daemon=True
                 )
                 self._thread.start()
+                atexit.register(self._settle_at_exit)
             self._changed.notify_all()
 
     def settle(self, timeout_s: float) -> None:
@@ -102,25 +125,43 @@ class Remover:
             done = self._changed.wait_for(lambda: not self._waiting, timeout_s)
             left = len(self._waiting)
         self._raise_failure()
+        if not done and self._trouble is not None:
+            raise StoreError(
+                f"{left} samples that were deleted are not out of the store after {timeout_s:g} s: "
+                f"{self._trouble}: what is left, `stagetap verify --gc` removes"
+            ) from self._trouble
         if not done:
             raise StoreError(
                 f"{left} samples are still being read {timeout_s:g} s after they were deleted: "
-                "wait longer, or force their removal"
+                "wait longer, or force their removal; what is left, `stagetap verify --gc` removes"
             )
+
+    def close(self) -> None:
+        """Wait until all is removed, as long as leases may last. Raises StoreError."""
+        atexit.unregister(self._settle_at_exit)
+        if os.getpid() == self._pid:  # a fork has no thread that removes
+            self.settle(self._lease_wait_s)
+
+    def _settle_at_exit(self) -> None:
+        try:
+            self.close()
+        except StoreError as error:
+            log.warning("%s", error)
 
     @property
     def pending(self) -> int:
         """Attempts that wait for the end of a lease."""
         return len(self._waiting)
 
-    def _advance(self, waiting: "_Waiting", force: bool = False) -> bool:
+    def _advance(self, waiting: "_Waiting") -> bool:
         """Remove what can be removed; whether that was all. Raises StoreError."""
-        while waiting.groups:
-            leased = self._objects.remove(waiting.groups[0], force=force)
+        while waiting.steps:
+            keys, heeds_leases = waiting.steps[0]
+            leased = self._objects.remove(keys, force=waiting.force or not heeds_leases)
             if leased:
-                waiting.groups[0] = list(leased)
+                waiting.steps[0] = Step(list(leased), heeds_leases)
                 return False
-            del waiting.groups[0]
+            del waiting.steps[0]
         return True
 
     def _serve(self) -> None:
@@ -131,17 +172,17 @@ class Remover:
             for waiting in tries:
                 failure: StoreError | None = None
                 try:
-                    done = self._advance(waiting)
+                    done, self._trouble = self._advance(waiting), None
                 except StoreError as error:
-                    done, failure = False, error
-                if not done and time.monotonic() > waiting.deadline:
+                    done, self._trouble = False, error
+                is_over = time.monotonic() > waiting.deadline
+                if not done and is_over and self._trouble is None:
                     done = True
-                    failure = failure or StoreError(
-                        f"{waiting.groups[0][0]} is read again and again, so it could not be "
-                        f"removed within {self._lease_wait_s:g} s: set lease_wait or force_remove"
+                    failure = StoreError(
+                        f"{waiting.steps[0].keys[0]} is read again and again, so it could not be "
+                        f"removed within {self._lease_wait_s:g} s: set lease_wait or force_remove; "
+                        "what is left, `stagetap verify --gc` removes"
                     )
-                elif not done:
-                    failure = None  # perhaps the next try succeeds
                 with self._changed:
                     if failure is not None:
                         self._failed = failure
@@ -158,5 +199,6 @@ class Remover:
 
 @dataclass(eq=False)
 class _Waiting:
-    groups: list[list[str]]
+    steps: list[Step]
+    force: bool
     deadline: float

@@ -9,12 +9,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable
 
-from stagetap.errors import Refused, SampleNotFound, StageTapError, StoreError
+from stagetap.errors import CorruptLog, Refused, SampleNotFound, StageTapError, StoreError
 from stagetap.keys import attempt_key, component
+from stagetap.stores.base import CommitEntry
 from stagetap.stores.mooncake_layout import invariant_key, ref_of
 from stagetap.stores.mooncake_objects import read
 from stagetap.stores.mooncake_reader import MooncakeStoreReader
-from stagetap.stores.mooncake_records import Page, decode_commit, decode_record
+from stagetap.stores.mooncake_records import Page, decode_commit, decode_record, is_intact
 from stagetap.stores.verify_report import Orphan, VerifyReport, check_sample
 
 SETTLE_SECONDS = 150.0
@@ -59,12 +60,7 @@ def verify_run(
     is there after `settle_s`. Raises StoreError, and Refused when the keys are another master's.
     """
     report = VerifyReport()
-    try:
-        commits, _ = reader.poll()
-    except StoreError as error:
-        if gc:
-            raise Refused(f"nothing was swept, the commits cannot all be read: {error}") from error
-        raise
+    commits = _commits(reader, report)
     for done, entry in enumerate(commits, start=1):
         try:
             check_sample(reader, reader.manifest(entry), checksums, report)
@@ -88,8 +84,21 @@ def verify_run(
     return report
 
 
+def _commits(reader: MooncakeStoreReader, report: VerifyReport) -> list[CommitEntry]:
+    """What the index tells of; what is damaged of it goes to the report. Raises StoreError."""
+    while True:
+        try:
+            return list(reader.poll()[0])
+        except CorruptLog as error:  # each thing that is damaged raises once
+            report.note(error, reader.run_id, None)
+
+
 def _leftovers(reader: MooncakeStoreReader, keys: Iterable[str]) -> set[str]:
-    """The keys of a run that belong to no sample, and not to the run itself."""
+    """The keys of a run that belong to no sample, and not to the run itself.
+
+    A commit that no page tells of stays: the look of a retry puts it into the index, anew where its
+    page is damaged, and so left over.
+    """
     objects = reader.connection.objects
     ours = [key for key in keys if key.startswith(f"{component(reader.run_id)}/")]
     if invariant_key(reader.run_id) not in ours:
@@ -97,24 +106,30 @@ def _leftovers(reader: MooncakeStoreReader, keys: Iterable[str]) -> set[str]:
             f"run {reader.run_id!r} is not among the keys that were listed: --metrics is another "
             "master's; give the one that `stagetap store up` printed for this store"
         )
+    told_of: dict[str, str | None] = {}  # by page: the attempt of a commit
+    for key in filter(_is_page, ours):
+        data = read(objects, key)
+        if data is not None:
+            page = decode_record(key, data, Page) if is_intact(key, data) else None
+            told_of[key] = None if page is None else _committed_attempt(reader.run_id, page)
     named: set[str] = set()  # what keys of samples begin with, and their commits
     for key in filter(_is_commit, ours):
         data = read(objects, key)
-        if data is not None:
+        if data is not None and is_intact(key, data):
             ref = ref_of(decode_commit(key, data).manifest)
             if not reader.is_dying(ref):
                 named |= {key, attempt_key(ref.run_id, ref.sample_id, ref.attempt)}
-    leftovers: set[str] = set()
+    leftovers = {key for key, attempt in told_of.items() if attempt not in named}
     for key in ours:
-        if _is_page(key):
-            data = read(objects, key)
-            page = None if data is None else decode_record(key, data, Page)
-            told_of = page and attempt_key(reader.run_id, page.sample_id, page.attempt)
-            if page is not None and (page.kind == "error" or told_of not in named):
-                leftovers.add(key)
-        elif (_is_commit(key) or key.count("/") > 2) and named.isdisjoint((key, _attempt(key))):
+        of_a_sample = _is_commit(key) or key.count("/") > 2
+        if of_a_sample and named.isdisjoint((key, _attempt(key))):
             leftovers.add(key)
     return leftovers
+
+
+def _committed_attempt(run_id: str, page: Page) -> str | None:
+    """What keys of the sample begin with that a page tells of; None for a failure."""
+    return attempt_key(run_id, page.sample_id, page.attempt) if page.kind == "commit" else None
 
 
 def _orphans(reader: MooncakeStoreReader, leftovers: set[str]) -> list[Orphan]:

@@ -44,8 +44,8 @@ class VerifyReport:
     live_writers: list[str] = field(default_factory=list)
     swept_bytes: int | None = None
 
-    def note(self, error: StageTapError, run_id: str, sample_id: str) -> None:
-        """A sample is not whole."""
+    def note(self, error: StageTapError, run_id: str, sample_id: str | None) -> None:
+        """A sample is not whole, or what leads to it."""
         stage = error.stage if isinstance(error, SampleError) else None
         self.problems.append(
             Problem(

@@ -7,11 +7,12 @@ import pytest
 from stagetap.errors import Refused
 from stagetap.stores import verify as dispatch
 from stagetap.stores.base import SampleRef
+from stagetap.stores.mooncake_layout import sample_commit_key
 from stagetap.stores.mooncake_verify import verify_run
 from stagetap.stores.verify_report import VerifyReport
 from store_samples import RUN, Engine
 from unit.stores.memory_objects import Died, Master, dies_at
-from unit.stores.test_mooncake_store import make_engine, objects_of, reader_of
+from unit.stores.test_mooncake_store import flip, make_engine, objects_of, reader_of
 
 
 @pytest.fixture
@@ -61,6 +62,29 @@ def test_what_is_broken_is_named(master: Master, engine: Engine) -> None:
     assert report.samples == 2
     assert [each.sample_id for each in looked(master, checksums=False).problems] == ["gone"]
     assert looked(master, gc=True).orphans == [], "what a commit names is kept"
+    engine.close()
+
+
+def test_all_that_is_damaged_is_named_and_a_retry_finds_the_sample_again(
+    master: Master, engine: Engine
+) -> None:
+    engine.export("last", 5)
+    pages = sorted(key for key in master.objects if key.endswith((".0", ".1")))
+    commit = sample_commit_key(RUN, "last")
+    for key in (*pages, commit):
+        master.objects[key] = flip(master.objects[key], -2)
+    report = looked(master)
+    assert {(each.kind, each.sample_id) for each in report.problems} == {
+        ("CorruptLog", None),
+        ("CorruptLog", "last"),
+    }
+    assert len(report.problems) == 3
+    looked(master, gc=True)
+    assert not {*pages, commit} & set(master.objects)
+    assert engine.committer.is_committed(RUN, "whole")
+    assert engine.committer.is_committed(RUN, "other")
+    engine.export("last", 5)
+    assert looked(master).samples == 3
     engine.close()
 
 

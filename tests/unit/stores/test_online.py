@@ -1,8 +1,10 @@
 """Consumers of a run: nothing taken twice, nothing left, whoever dies where."""
 
 import queue
+import re
 import threading
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -14,11 +16,13 @@ from stagetap.errors import (
     SampleFailed,
     SampleNotFound,
     SampleTimeout,
+    StoreError,
 )
 from stagetap.reader.consumer import Consumption
-from stagetap.reader.online import OnlineStream
+from stagetap.reader.online import OnlineStream, consume
+from stagetap.stores.mooncake_objects import StoreFull
 from store_samples import RUN, states
-from unit.stores.memory_objects import Died, Master, dies_at
+from unit.stores.memory_objects import Died, Master, MemoryObjects, dies_at, fails_at
 from unit.stores.test_mooncake_store import make_engine, reader_of, sample_keys
 
 
@@ -252,6 +256,113 @@ def test_what_is_read_ahead_is_bounded(master: Master) -> None:
         assert sample.manifest.token_count == 2
         del sample
     assert stream._reader.connection.buffers.made <= 10
+
+
+@pytest.mark.parametrize("step", range(6))
+@pytest.mark.parametrize("by_id", [False, True])
+def test_what_the_store_fails_over_is_had_at_the_next_try(
+    master: Master, step: int, by_id: bool
+) -> None:
+    engine = make_engine(master)
+    names = [f"s{number}" for number in range(4)]
+    for name in names:
+        engine.export(name)
+    stream = stream_of(master, sample_ids=names if by_id else None, prefetch=1)
+    iter(stream)
+    objects = stream._reader.connection.objects
+    assert isinstance(objects, MemoryObjects)
+    objects.before = fails_at(step)
+    seen, errors = [], []
+    while len(seen) < len(names):
+        try:
+            seen.append(next(stream).sample_id)
+        except StoreError as error:
+            errors.append(str(error))
+    stream.finish()
+    stream.settle(5)
+    assert seen == names
+    assert len(errors) <= 1
+    assert sample_keys(master) == []
+    stream.close()
+
+
+@pytest.mark.parametrize("reads", range(1, 12))
+def test_a_read_that_fails_anywhere_loses_no_sample(master: Master, reads: int) -> None:
+    engine = make_engine(master)
+    for number in range(3):
+        engine.export(f"s{number}")
+    stream = stream_of(master, prefetch=1)
+    iter(stream)
+    objects = stream._reader.connection.objects
+    assert isinstance(objects, MemoryObjects)
+    get, left = objects.get, [reads]
+
+    def fail_once(key: str) -> bytes | None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise StoreError(f"cannot get {key}")
+        return get(key)
+
+    objects.get = fail_once  # type: ignore[method-assign]
+    seen = []
+    while len(seen) < 3:
+        with suppress(StoreError):
+            seen.append(next(stream).sample_id)
+    assert seen == ["s0", "s1", "s2"]
+    stream.close()
+
+
+def test_a_full_store_holds_up_an_acknowledgement_and_loses_none(master: Master) -> None:
+    engine = make_engine(master)
+    engine.export("a")
+    names = {"sharing": "broadcast", "consumers": ("c", "d")}
+    stream, other = stream_of(master, **names), stream_of(master, consumer="d", **names)
+    next(iter(stream)), next(iter(other))
+    master.room_bytes = 0
+    with pytest.raises(StoreFull):
+        stream.finish()
+    master.room_bytes = 1 << 40
+    stream.finish()
+    other.finish()
+    assert sample_keys(master) == []
+
+
+def test_a_queue_that_stays_empty_times_out_and_holds_up_no_end(master: Master) -> None:
+    engine = make_engine(master)
+    engine.export("a")
+    ids: queue.Queue[str | None] = queue.Queue()
+    ids.put("a")
+    with stream_of(master, sample_ids=ids, timeout_s=0.3) as stream:
+        assert next(iter(stream)).sample_id == "a"
+        with pytest.raises(SampleTimeout, match=r"no sample id .* for 0.3 s"):
+            next(stream)
+        ids.put(5)  # type: ignore[arg-type]
+        with pytest.raises(Refused, match="sample id 5: ids are strings"):
+            next(stream)
+    engine.export("b")
+    ids.put("b")
+    with stream_of(master, sample_ids=ids, timeout_s=1e9) as stream:
+        assert next(iter(stream)).sample_id == "b"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"sharing": "brodcast"}, "sharing='brodcast': give one of 'claim', 'broadcast'"),
+        ({"removal": "never"}, "removal='never': give one of 'auto'"),
+        ({"failures": "rais"}, "failures='rais'"),
+        ({"timeout_s": float("nan")}, "timeout_s=nan: give 0 or more"),
+        ({"timeout_s": -1}, "timeout_s=-1"),
+        ({"limit": 0}, "limit=0: give 1 or more"),
+        ({"prefetch": 0}, "prefetch=0"),
+        ({"sample_ids": "abc"}, "lists of strings"),
+        ({"consumers": "ab", "sharing": "broadcast"}, "lists of strings"),
+        ({"consumer": ""}, "a name that is not empty"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(Refused, match=re.escape(message)):
+        consume("mooncake://127.0.0.1:1/run", **wrong)
 
 
 def test_what_makes_no_sense_is_refused() -> None:
