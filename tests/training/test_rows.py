@@ -44,8 +44,17 @@ def test_every_token_may_be_learnt_from(store: Path, export: Export, tmp_path: P
     with pytest.raises(Refused, match=r"no sample has 1 tokens .* --include-output"):
         write_rows(dataset, tmp_path / "rows", "output", min_loss_tokens=1)
     assert not (tmp_path / "rows").exists()
+    with pytest.raises(Refused, match=r"no sample has 6 tokens .*: lower --min-loss-tokens$"):
+        write_rows(dataset, tmp_path / "rows", "all", min_loss_tokens=6)
     report = write_rows(dataset, tmp_path / "rows", "all", min_loss_tokens=1)
     assert report.loss_tokens == report.tokens == PROMPT_TOKENS
+
+
+def test_what_was_consumed_is_not_too_short(store: Path, export: Export, tmp_path: Path) -> None:
+    export("s", 7, 0)
+    open_dataset(store).delete("s")
+    with pytest.raises(Refused, match=r"there is no sample now: .* all were consumed"):
+        write_rows(open_dataset(store), tmp_path / "rows", "all", min_loss_tokens=1)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,12 @@ def serve_command(
     model: Annotated[str, typer.Argument(help="A checkpoint folder, a name, or smollm2.")],
     layers: LayersOption,
     store: Annotated[
-        str, typer.Option("--store", help="Where samples go: a directory or file:///directory.")
+        str,
+        typer.Option(
+            "--store",
+            help="Where samples go: a directory, file:///directory or "
+            "mooncake://MASTER:PORT/RUN?OPTIONS.",
+        ),
     ],
     pp: PpOption = 1,
     tp: TpOption = 1,

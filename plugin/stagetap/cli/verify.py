@@ -39,7 +39,7 @@ def verify_command(
     from stagetap.stores.mooncake_verify import SETTLE_SECONDS
     from stagetap.stores.verify import verify
 
-    if gc and is_mooncake(uri):
+    if gc and metrics is not None and is_mooncake(uri):  # without it is refused
         notes().print(f"what is left over is looked at again after {SETTLE_SECONDS:.0f} s")
     with Progress(console=notes(), transient=True) as progress:
         task = progress.add_task("verifying", total=None)

@@ -31,7 +31,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--stagetap-store",
         metavar="URI",
         default=None,
-        help="Where samples go: a directory shared by all stages, or file:///directory.",
+        help="Where samples go: a directory shared by all stages, file:///directory, or "
+        "mooncake://MASTER:PORT/RUN?OPTIONS.",
     )
     group.add_argument(
         "--stagetap-options",

@@ -24,6 +24,12 @@ LearnFrom = Literal["output", "all", "metadata"]
 METADATA_KEY = "first_loss_token"
 """Of a sample whose answer was part of its prompt: the position at which it begins."""
 
+_TOO_FEW_CURES: dict[LearnFrom, str] = {
+    "output": "capture with --include-output, or write rows with --learn-from all",
+    "all": "lower --min-loss-tokens",
+    "metadata": "lower --min-loss-tokens, or write rows with --learn-from all",
+}
+
 
 @dataclass(frozen=True)
 class RowsReport:
@@ -68,11 +74,15 @@ def write_rows(
         raise Refused(f"{folder} is not an empty folder; choose another --out")
     check_writable(str(folder.absolute()))
     rows = list(_rows(dataset, learn_from))
+    if not rows:
+        raise Refused(
+            "there is no sample now: none has been committed yet, or all were consumed or removed; "
+            "write rows after a capture and before its consumer"
+        )
     kept = [row for row in rows if row.loss_tokens >= min_loss_tokens]
     if not kept:
         raise Refused(
-            f"no sample has {min_loss_tokens} tokens to learn from: capture with --include-output, "
-            "or write rows with --learn-from all"
+            f"no sample has {min_loss_tokens} tokens to learn from: {_TOO_FEW_CURES[learn_from]}"
         )
     disable_progress_bar()
     table = Dataset.from_dict(

@@ -85,6 +85,7 @@ def test_what_cannot_be_done_says_what_to_do(
     done = verify(run.uri, *[each.format(free=free) for each in arguments])
     assert done.returncode == code
     assert said in done.stderr
+    assert "looked at again" not in done.stderr
 
 
 def test_a_run_that_is_not_there(master: Master) -> None:
