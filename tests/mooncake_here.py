@@ -26,7 +26,7 @@ def require_mooncake(rpc_seconds: float = 10) -> None:
     Set-up installs what Mooncake loads where it can: as root, with apt and its network. There CI
     fails, as a skip would go unnoticed.
     """
-    tell_library(rpc_seconds)
+    tell_library(rpc_seconds, "127.0.0.1")
     reason = _why_not()
     if reason is None:
         return

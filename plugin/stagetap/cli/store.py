@@ -19,6 +19,7 @@ from stagetap.errors import Refused, StoreError
 
 if TYPE_CHECKING:
     from stagetap.stores.mooncake_processes import Process
+    from stagetap.stores.mooncake_uri import MooncakeOptions
 
 app = typer.Typer(no_args_is_help=True, help="A Mooncake store on this machine.")
 
@@ -57,19 +58,21 @@ def up_command(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Run a mooncake_master until Ctrl-C, and print the address of its store.
+    """Run a mooncake_master until Ctrl-C or SIGTERM, and print the address of its store.
 
-    When one of its programs ends by itself, all of them are ended: exit code 1.
+    That ends it well: exit code 0. When one of its programs ends by itself, all of them are ended:
+    exit code 1.
     """
     from stagetap.stores.mooncake_package import load_mooncake, tell_library
     from stagetap.stores.mooncake_processes import Master, MemoryHost
-    from stagetap.stores.mooncake_uri import MooncakeOptions, format_uri, parse_size
+    from stagetap.stores.mooncake_uri import MooncakeOptions
 
     if host in ("0.0.0.0", "::", "[::]"):
         raise Refused("--host: give the one address of this machine that others use")
-    lent_bytes = _lent(parse_size, lend)
+    lent_bytes = _lent(lend)
+    _check_log(log)
     signal.signal(signal.SIGTERM, _interrupt)
-    tell_library(5.0)
+    tell_library(5.0, host)
     load_mooncake()  # Says which library is missing; the programs would only fail.
     with ExitStack() as running:
         try:
@@ -82,19 +85,19 @@ def up_command(
                 )
                 options = MooncakeOptions(master=master.address, global_segment_size=0)
                 _wait_for_memory(options, processes)
-            uri = format_uri(options)
+            uri = _with_place_for_run(options)
             if as_json:
                 print_json(
                     {
                         "uri": uri,
                         "master": master.address,
-                        "metrics": f"http://{host}:{master.metrics_port}/metrics",
+                        "metrics": master.metrics,
                         "lent_bytes": lent_bytes,
                         "pids": {each.name: each.pid for each in processes},
                     }
                 )
             else:
-                _show(results(), uri, master.metrics_port, host, lent_bytes)
+                _show(results(), uri, master.metrics, lent_bytes)
             _watch(processes)
         except KeyboardInterrupt:
             notes().print("stopping; what the store held is gone")
@@ -104,16 +107,38 @@ def _interrupt(signum: int, frame: Any) -> None:
     raise KeyboardInterrupt
 
 
-def _lent(parse: Any, text: str | None) -> int:
+def _lent(text: str | None) -> int:
+    from stagetap.stores.mooncake_memory import check_fits
+    from stagetap.stores.mooncake_uri import parse_lent
+
     if text is None:
         return 0
     try:
-        size = int(parse(text))
+        size = parse_lent(text)
     except ValueError as error:
         raise Refused(f"--lend: {error}") from None
     if not size:
         raise Refused("--lend: a size of nothing; leave it out")
+    check_fits(f"--lend {text}", size)
     return size
+
+
+def _check_log(log: Path | None) -> None:
+    if log is None:
+        return
+    if log.is_dir():
+        raise Refused(f"--log {log}: that is a directory; name a file in it")
+    if not log.absolute().parent.is_dir():
+        raise Refused(f"--log {log}: there is no directory {log.parent}; make it first")
+
+
+def _with_place_for_run(options: MooncakeOptions) -> str:
+    """The store's address, with RUN where the name of a run goes."""
+    from msgspec.structs import replace
+
+    from stagetap.stores.mooncake_uri import format_uri
+
+    return format_uri(replace(options, run="RUN"))
 
 
 def _wait_for_memory(options: Any, processes: list[Process]) -> None:
@@ -146,14 +171,13 @@ def _check(processes: list[Process]) -> None:
             raise StoreError(f"{process.name} ended: {process.last_words()}")
 
 
-def _show(console: Console, uri: str, metrics_port: int, host: str, lent_bytes: int) -> None:
-    address, question_mark, query = uri.partition("?")
+def _show(console: Console, uri: str, metrics: str, lent_bytes: int) -> None:
     facts = Table.grid(Column(), Column(overflow="fold"), padding=(0, 2))
-    facts.add_row("store", f"{address}/RUN{question_mark}{query}")
+    facts.add_row("store", uri)
     facts.add_row(
         "memory", human_bytes(lent_bytes) if lent_bytes else "lent by the engine's workers"
     )
-    facts.add_row("metrics", f"http://{host}:{metrics_port}/metrics")
+    facts.add_row("metrics", metrics)
     facts.add_row("", "put a name for RUN; Ctrl-C stops the store and drops what it holds")
     console.print(facts)
     sys.stdout.flush()

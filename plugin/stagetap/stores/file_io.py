@@ -27,6 +27,7 @@ _CURES = {
     errno.ENOENT: "it was moved or removed while in use; put it back or start again elsewhere",
     errno.ESTALE: "it was moved or removed while in use; put it back or start again elsewhere",
     errno.ENOTDIR: "a part of this path is a file; choose another directory",
+    errno.EISDIR: "a directory has this name; choose another one",
     errno.EEXIST: "something else has this name; choose another directory",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENAMETOOLONG: "choose a directory with a shorter path",

@@ -19,8 +19,9 @@ from typing import Any, Literal
 
 from stagetap.errors import Refused, StoreError
 from stagetap.stores.mooncake_calls import BoundedCalls, Result
+from stagetap.stores.mooncake_memory import check_fits
 from stagetap.stores.mooncake_objects import Placed, StoreFull, create, read
-from stagetap.stores.mooncake_package import load_mooncake, tell_library
+from stagetap.stores.mooncake_package import check_version, load_mooncake, tell_library
 from stagetap.stores.mooncake_probe import probe_master
 from stagetap.stores.mooncake_records import is_intact, seal, unseal
 from stagetap.stores.mooncake_status import (
@@ -52,13 +53,15 @@ def open_client(options: MooncakeOptions, role: Role) -> MooncakeClient:
     object; other roles lend nothing.
 
     Raises:
-        Refused: no usable Mooncake package, or a protocol that this machine or store has not.
+        Refused: no usable Mooncake package, more memory than this machine has, or a protocol that
+            this machine or store has not.
         StoreError: no master at the address, or one that cannot be worked with.
     """
-    _check_devices(options)
-    tell_library(options.rpc_timeout)
-    module = load_mooncake()
+    check_machine(options, role)
+    check_version()
     local = probe_master(options.master, options.connect_timeout)
+    tell_library(options.rpc_timeout, options.host or local)
+    module = load_mooncake()
     client = MooncakeClient(module, options)
     try:
         client._set_up(role, options.host or local)
@@ -418,8 +421,14 @@ class MooncakeClient:
         return self._calls.start(holding, timeout_s, f"mooncake: {what}", path)
 
 
-def _check_devices(options: MooncakeOptions) -> None:
-    """Raise Refused for RDMA without a device: Mooncake would take it, and use something else."""
+def check_machine(options: MooncakeOptions, role: Role) -> None:
+    """Raise Refused for what this machine has not: RDMA devices, or so much memory.
+
+    Looks at the machine alone. Mooncake would take RDMA without a device, and use something else.
+    """
+    if role == "writer":
+        check_fits("global_segment_size", options.global_segment_size)
+    check_fits("local_buffer_size", options.local_buffer_size)
     if options.protocol != "rdma":
         return
     found = sorted(each.name for each in _RDMA_DEVICES.glob("*"))

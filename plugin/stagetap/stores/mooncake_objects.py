@@ -15,6 +15,12 @@ from stagetap.stores.mooncake_records import is_intact
 _PAUSE_SECONDS = (0.005, 0.2)  # the first pause between two tries, and the longest
 CREATE_SECONDS = 5.0
 
+MAKE_ROOM = (
+    "let consumers delete what they have read, or lend more memory (`stagetap store up --lend`, or "
+    "global_segment_size of the engine's workers)"
+)
+"""What to do about a full store."""
+
 
 class StoreFull(StoreError):
     """No segment has room for an object now."""
@@ -160,7 +166,5 @@ def put_when_there_is_room(put: Callable[[], None], timeout_s: float, what: str)
         return True
 
     if not wait_until(stored, timeout_s):
-        raise StoreFull(
-            f"no room for {what} within {timeout_s:g} s: {full}: let consumers delete what they "
-            "have read, or give the store larger segments"
-        ) from full
+        # Not `full` in words: it names the key and what to do as well.
+        raise StoreFull(f"no room for {what} within {timeout_s:g} s: {MAKE_ROOM}") from full

@@ -73,8 +73,16 @@ def find_program(name: str) -> str:
     return found
 
 
-def tell_library(rpc_timeout_s: float) -> None:
-    """Bound what cannot be interrupted. What the environment says already stays as it is.
+def family_environment(host: str) -> dict[str, str]:
+    """What tells Mooncake to use IPv6 where this host's address is one: by itself it does not."""
+    return {"MC_USE_IPV6": "1"} if ":" in host else {}
+
+
+def tell_library(rpc_timeout_s: float, host: str) -> None:
+    """Before it is loaded. What the environment says already stays as it is.
+
+    `host` is the address at which this process is reached. The rest bounds what cannot be
+    interrupted.
 
     Setting up and closing a client hold up the whole process; without these bounds for minutes,
     when the master goes away meanwhile. The first client of a process decides.
@@ -84,6 +92,7 @@ def tell_library(rpc_timeout_s: float) -> None:
         ("MC_RPC_TIMEOUT_MS", str(max(1, round(1000 * rpc_timeout_s)))),
         ("MC_LOG_LEVEL", "ERROR"),
         ("GLOG_minloglevel", "2"),
+        *family_environment(host).items(),
     ):
         os.environ.setdefault(name, value)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import socket
 import subprocess
 import tempfile
@@ -15,30 +17,47 @@ from typing import Literal, Self
 from stagetap.errors import StoreError
 from stagetap.processes import end_with_parent
 from stagetap.stores.file_io import naming
-from stagetap.stores.mooncake_package import find_program
+from stagetap.stores.mooncake_package import family_environment, find_program
 from stagetap.stores.mooncake_probe import probe_master
-from stagetap.stores.mooncake_uri import MooncakeOptions
+from stagetap.stores.mooncake_uri import MooncakeOptions, host_and_port
 
 _START_SECONDS = 20.0
 _END_SECONDS = 5.0
 _TRIES = 5
 
+_GLOG_LINE = re.compile(r"([IWEF])\d{4} \d\d:\d\d:\d\d")
+_SAID_ALWAYS = (
+    "WARNING: Logging before InitGoogleLogging()",
+    "Local segment descriptor not found",
+    "*** Check failure stack trace: ***",
+)
+_SENT_BY_OTHERS = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
+
 
 class Process:
     """One program, ended with this process however that ends."""
 
-    def __init__(self, name: str, command: Sequence[str], log: Path | None) -> None:
-        """Start it. What it writes goes to the end of `log`, or to a file that is removed."""
+    def __init__(self, name: str, command: Sequence[str], host: str, log: Path | None) -> None:
+        """Start it. What it writes goes to the end of `log`, or to a file that is removed.
+
+        `host` is the address that it listens on.
+        """
         self.name = name
         with naming("write", str(log or tempfile.gettempdir())):
             self._log = log.open("ab+") if log else tempfile.TemporaryFile()  # noqa: SIM115
+            self._log_start = self._log.seek(0, os.SEEK_END)  # what is before is of earlier ones
         self._child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
             # Warnings and worse; the rest is a line of figures every few seconds.
-            env={"GLOG_minloglevel": "1", "MC_LOG_LEVEL": "WARNING", **os.environ},
+            env={
+                "GLOG_minloglevel": "1",
+                "MC_LOG_LEVEL": "WARNING",
+                **family_environment(host),
+                **os.environ,
+            },
             start_new_session=True,  # Ctrl-C is for us; we end it.
             preexec_fn=end_with_parent,
         )
@@ -53,11 +72,12 @@ class Process:
         return self._child.poll() is not None
 
     def last_words(self) -> str:
-        """How it ended, and the last line that it wrote."""
-        self._log.seek(0)
-        lines = self._log.read().decode(errors="replace").strip().splitlines()
-        how = f"exit code {self._child.poll()}"
-        return f"{how}: {lines[-1]}" if lines else how
+        """How it ended, and why if it said that."""
+        code = self._child.poll()
+        if code is None:
+            return "it still runs"
+        self._log.seek(self._log_start)
+        return end_in_words(code, self._log.read().decode(errors="replace"))
 
     def end(self) -> None:
         """End it, and wait until it has ended. Twice is no error."""
@@ -86,6 +106,7 @@ class Master(Process):
     """A mooncake_master that answers at `address`."""
 
     address: str
+    metrics: str
     metrics_port: int
 
     def __init__(
@@ -101,11 +122,13 @@ class Master(Process):
         Refused without the program, StoreError when it does not start.
         """
         program = find_program("mooncake_master")
+        host = host.strip("[]")
         for tries_left in reversed(range(_TRIES)):
             # Another master on this port would answer, and be taken for ours.
             rpc_port = free_port(host, port)
-            self.address = f"{host}:{rpc_port}"
+            self.address = host_and_port(host, rpc_port)
             self.metrics_port = free_port(host)
+            self.metrics = f"http://{host_and_port(host, self.metrics_port)}/metrics"
             super().__init__(
                 "mooncake_master",
                 [
@@ -116,6 +139,7 @@ class Master(Process):
                     f"-metrics_port={self.metrics_port}",
                     *([] if lease_ms is None else [f"-default_kv_lease_ttl={lease_ms}"]),
                 ],
+                host,
                 log,
             )
             try:
@@ -156,8 +180,39 @@ class MemoryHost(Process):
     ) -> None:
         """Start one; it lends its memory a moment later. Raises Refused, StoreError."""
         store = MooncakeOptions(master=master, protocol=protocol)
-        arguments = lending_arguments(store, size_bytes, host, free_port(host))
-        super().__init__("mooncake_client", [find_program("mooncake_client"), *arguments], log)
+        host = host.strip("[]")
+        command = [
+            find_program("mooncake_client"),
+            *lending_arguments(store, size_bytes, host, free_port(host)),
+        ]
+        super().__init__("mooncake_client", command, host, log)
+
+
+def end_in_words(code: int, log: str) -> str:
+    """How a program ended, and the line of its log that says why, if one does. Pure.
+
+    Args:
+        code: its exit code, or below 0 the signal that ended it.
+        log: what it wrote.
+    """
+    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    if -code in _SENT_BY_OTHERS:
+        return how  # of that its log says nothing
+    lines = [line for line in log.splitlines() if line.strip()]
+    fatal = [line for line in lines if _severity(line) == "F"]
+    told = [
+        line
+        for line in lines
+        if _severity(line) not in ("I", "W") and not any(said in line for said in _SAID_ALWAYS)
+    ]
+    last = (fatal or told)[-1:]
+    return ": ".join([how, *last])
+
+
+def _severity(line: str) -> str | None:
+    """I, W, E or F; None for what Mooncake's log did not write."""
+    found = _GLOG_LINE.match(line)
+    return found.group(1) if found else None
 
 
 def lending_arguments(store: MooncakeOptions, size_bytes: int, host: str, port: int) -> list[str]:
@@ -183,5 +238,9 @@ def free_port(host: str, port: int = 0) -> int:
         try:
             probe.bind((host.strip("[]"), port))
         except OSError as error:
-            raise StoreError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+            where = host_and_port(host.strip("[]"), port)
+            raise StoreError(
+                f"cannot listen on {where}: {error.strerror}: give another port, or an address of "
+                "this machine"
+            ) from None
         return int(probe.getsockname()[1])

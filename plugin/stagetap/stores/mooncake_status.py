@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stagetap.errors import StoreError
-from stagetap.stores.mooncake_objects import StoreFull
+from stagetap.stores.mooncake_objects import MAKE_ROOM, StoreFull
 
 NO_SPACE = -200
 NOT_READY = -703
@@ -14,8 +14,7 @@ LEASE_ENDED = -707
 
 _MEANINGS = {
     -1: "an internal error of Mooncake; its log on stderr has the cause",
-    NO_SPACE: "no segment has room for it, or there is no segment: let consumers delete what they "
-    "have read, or lend more memory (global_segment_size)",
+    NO_SPACE: f"no segment has room for it, or there is no segment: {MAKE_ROOM}",
     -600: "invalid parameters: an empty object, an object larger than the place for it, or "
     "larger than local_buffer_size",
     NOT_READY: "it is still being written",
@@ -25,8 +24,10 @@ _MEANINGS = {
     LEASE_ENDED: "the lease ended while it was being read",
     -800: "the transfer between the hosts failed: is the host that holds it up, and does it use "
     "the same protocol?",
-    -900: "the master does not answer",
-    -901: "the master did not answer in time",
+    -900: "the master does not answer: start it at this address (`stagetap store up`), or mend the "
+    "network",
+    -901: "the master did not answer in time: start it again if it hangs, or give a longer "
+    "rpc_timeout",
 }
 
 

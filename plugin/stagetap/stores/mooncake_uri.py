@@ -21,12 +21,16 @@ SCHEME = "mooncake"
 P2P_HANDSHAKE = "P2PHANDSHAKE"
 
 _KIB, _MIB, _GIB, _TIB = (1024**power for power in (1, 2, 3, 4))
+
+LEAST_LENT_BYTES = 16 * _MIB
+"""Mooncake lends no smaller piece of memory."""
+
 _SIZE_UNITS = {"": 1, "B": 1, "KIB": _KIB, "MIB": _MIB, "GIB": _GIB, "TIB": _TIB}
 _SIZE = re.compile(r"([0-9]+)\s*([A-Za-z]*)")
 _TIME_UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0}
 _TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)")
 _MOST_SECONDS = 10**9
-_SWITCH = {"on": True, "off": False, "true": True, "false": False}
+_SWITCH = {"on": True, "off": False}
 _HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
 
 
@@ -166,7 +170,10 @@ def parse_size(text: str) -> int:
     unit = found.group(2).upper() if found else ""
     if not found or unit not in _SIZE_UNITS:
         raise ValueError(f"{text!r} is no size: write bytes, or 512MiB, 4GiB")
-    return int(found.group(1)) * _SIZE_UNITS[unit]
+    size = int(found.group(1)) * _SIZE_UNITS[unit]
+    if size >= 2**63:
+        raise ValueError(f"{shown(text)} is out of range: no machine has as much")
+    return size
 
 
 def parse_seconds(text: str) -> float:
@@ -180,14 +187,26 @@ def parse_seconds(text: str) -> float:
     return seconds
 
 
-def _size_of(least: int) -> Callable[[str], int]:
-    def read(text: str) -> int:
-        size = parse_size(text)
-        if not least <= size < 2**63:
-            raise ValueError(f"{text} is out of range: give at least {_text(least)}")
-        return size
+def parse_lent(text: str) -> int:
+    """Bytes to lend: as `parse_size`, and 0 or as much as Mooncake lends at least."""
+    size = parse_size(text)
+    if 0 < size < LEAST_LENT_BYTES:
+        raise ValueError(
+            f"{text} is out of range: Mooncake lends {_text(LEAST_LENT_BYTES)} at least: give more"
+        )
+    return size
 
-    return read
+
+def host_and_port(host: str, port: int) -> str:
+    """An address as URLs and Mooncake write it: that of IPv6 in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _staging(text: str) -> int:
+    size = parse_size(text)
+    if size < _MIB:
+        raise ValueError(f"{text} is out of range: give at least {_text(_MIB)}")
+    return size
 
 
 def _some_seconds(text: str) -> float:
@@ -249,8 +268,8 @@ _READERS = MappingProxyType[str, Callable[[str], Any]](
         "device_names": _names,
         "metadata_server": _word,
         "host": _word,
-        "global_segment_size": _size_of(0),
-        "local_buffer_size": _size_of(_MIB),
+        "global_segment_size": parse_lent,
+        "local_buffer_size": _staging,
         "hard_pin": _switch,
         "soft_pin": parse_seconds,
         "replicas": _copies,

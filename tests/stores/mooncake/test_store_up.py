@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -58,7 +59,8 @@ def test_up_with_memory_until_ctrl_c(mooncake: None, tmp_path: Path) -> None:
     log = tmp_path / "mooncake.log"
     with store_up("--port", "0", "--lend", "32MiB", "--log", str(log)) as (child, said):
         assert said["lent_bytes"] == 32 * 1024**2
-        assert said["uri"] == f"mooncake://{said['master']}?global_segment_size=0"
+        assert said["uri"] == f"mooncake://{said['master']}/RUN?global_segment_size=0"
+        assert said["metrics"].startswith("http://127.0.0.1:")
         assert list(said["pids"]) == ["mooncake_master", "mooncake_client"]
         assert all(map(alive, said["pids"].values()))
         client = open_client(parse_uri(said["uri"]), "writer")
@@ -87,7 +89,36 @@ def test_a_program_that_ends_by_itself_ends_it_with_an_error(mooncake: None) -> 
         os.kill(said["pids"]["mooncake_master"], signal.SIGKILL)
         assert child.wait(15) == 1
         assert child.stderr is not None
-        assert "stagetap: error: mooncake_master ended: exit code -9" in child.stderr.read()
+        assert "stagetap: error: mooncake_master ended: killed by SIGKILL\n" in child.stderr.read()
+
+
+def test_the_lender_is_killed(mooncake: None) -> None:
+    """What it said at its start is not why."""
+    with store_up("--port", "0", "--lend", "16MiB") as (child, said):
+        os.kill(said["pids"]["mooncake_client"], signal.SIGKILL)
+        assert child.wait(15) == 1
+        assert child.stderr is not None
+        assert "stagetap: error: mooncake_client ended: killed by SIGKILL\n" in child.stderr.read()
+
+
+def test_over_ipv6(mooncake: None) -> None:
+    """Its address is one that StageTap takes, and bytes travel there."""
+    if not socket.has_ipv6 or not Path("/proc/net/if_inet6").exists():
+        pytest.skip("this machine has no IPv6")
+    with store_up("--port", "0", "--host", "::1", "--lend", "16MiB") as (_, said):
+        assert said["metrics"].startswith("http://[::1]:")
+        assert said["master"].startswith("[::1]:")
+        code = (
+            "import sys; from stagetap.stores.mooncake_client import open_client;"
+            "from stagetap.stores.mooncake_uri import parse_uri;"
+            "client = open_client(parse_uri(sys.argv[1]), 'writer');"
+            "client.put('k', b'x'); print(client.get('k')); client.close()"
+        )
+        # Mooncake decides once in a process how it speaks.
+        done = subprocess.run(
+            [sys.executable, "-c", code, said["uri"]], capture_output=True, text=True, timeout=30
+        )
+        assert done.stdout == "b'x'\n", done.stderr
 
 
 @pytest.mark.parametrize(
@@ -95,6 +126,10 @@ def test_a_program_that_ends_by_itself_ends_it_with_an_error(mooncake: None) -> 
     [
         (["--lend", "5Q"], 2, "--lend: '5Q' is no size"),
         (["--lend", "0"], 2, "--lend: a size of nothing"),
+        (["--lend", "1KiB"], 2, "--lend: 1KiB is out of range: Mooncake lends 16MiB at least"),
+        (["--lend", "400TiB"], 2, "--lend 400TiB: 439804651110400 bytes are more than the"),
+        (["--log", "/"], 2, "--log /: that is a directory; name a file in it"),
+        (["--log", "/no/such/x.log"], 2, "--log /no/such/x.log: there is no directory /no/such"),
         (["--host", "0.0.0.0"], 2, "give the one address"),
         (["--host", "192.0.2.1", "--port", "0"], 1, "cannot listen on 192.0.2.1:0: Cannot assign"),
     ],

@@ -27,7 +27,7 @@ def test_ci_as_root_fails_unless_nothing_can_be_installed(
 ) -> None:
     monkeypatch.setenv("CI", ci)
     monkeypatch.setattr(mooncake_here.os, "geteuid", lambda: uid)
-    monkeypatch.setattr(mooncake_here, "tell_library", lambda seconds: None)
+    monkeypatch.setattr(mooncake_here, "tell_library", lambda seconds, host: None)
     monkeypatch.setattr(mooncake_here, "_why_not", lambda: CURE)
     monkeypatch.setattr(mooncake_here, "_why_nothing_can_be_installed", lambda: no_cure)
     with pytest.raises(outcome, match="libnuma1") as ended:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from stagetap.errors import Refused
 from stagetap.stores.mooncake_uri import (
+    LEAST_LENT_BYTES,
     MooncakeOptions,
     format_uri,
     is_mooncake,
@@ -34,7 +35,7 @@ def test_every_option_is_read() -> None:
         "mooncake://[::1]:1/a%2Fb?protocol=rdma&device_names=mlx5_0,mlx5_1"
         "&metadata_server=http://m:8080/metadata&host=10.0.0.2&global_segment_size=512MiB"
         "&local_buffer_size=4mib&hard_pin=off&soft_pin=30min&replicas=2&lease_wait=500ms"
-        "&force_remove=true&space_wait=0&connect_timeout=2&setup_timeout=3s&put_timeout=4.5"
+        "&force_remove=on&space_wait=0&connect_timeout=2&setup_timeout=3s&put_timeout=4.5"
         "&get_timeout=1h&rpc_timeout=6"
     )
     assert options == MooncakeOptions(
@@ -84,8 +85,10 @@ def test_every_option_is_read() -> None:
         ("mooncake://host:1/r?global_segment_size=\u0663GiB", "option global_segment_size"),
         ("mooncake://host:1/r?global_segment_size=-1", "option global_segment_size: '-1'"),
         ("mooncake://host:1/r?global_segment_size=99999999TiB", "out of range"),
+        ("mooncake://host:1/r?global_segment_size=16777215", "Mooncake lends 16MiB at least"),
         ("mooncake://host:1/r?local_buffer_size=1KiB", "local_buffer_size: 1KiB is out of range"),
         ("mooncake://host:1/r?hard_pin=yes", "option hard_pin: 'yes': write on or off"),
+        ("mooncake://host:1/r?hard_pin=true", "option hard_pin: 'true': write on or off"),
         ("mooncake://host:1/r?soft_pin=30", "soft_pin needs hard_pin=off"),
         ("mooncake://host:1/r?replicas=0", "option replicas: '0'"),
         ("mooncake://host:1/r?replicas=two", "option replicas: 'two'"),
@@ -131,7 +134,7 @@ def test_schemes() -> None:
 
 @given(
     run=st.none() | st.text(min_size=1).filter(lambda text: text.isprintable()),
-    size=st.integers(0, 2**60),
+    size=st.just(0) | st.integers(LEAST_LENT_BYTES, 2**60),
     pin=st.booleans(),
     replicas=st.integers(1, 9),
     seconds=st.floats(1e-9, 1e9),
