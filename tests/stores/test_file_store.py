@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -27,6 +28,7 @@ from stagetap.errors import (
 from stagetap.publish.publisher import Gather, Publisher
 from stagetap.stores.base import (
     FragmentHeader,
+    KnownKind,
     SampleRef,
     check_store,
     open_store_committer,
@@ -712,19 +714,29 @@ def test_two_engines_write_to_one_store_at_once(root: Path) -> None:
 
 
 def test_what_no_engine_could_use_is_told_before_one_starts(tmp_path: Path) -> None:
-    check_store(tmp_path / "new", (1, 2))
+    kind = KnownKind(layer_ids=(1, 2))
+    check_store(tmp_path / "new", kind)
     assert not (tmp_path / "new").exists()
     (tmp_path / "empty").mkdir()
-    check_store(tmp_path / "empty", (1, 2))
+    check_store(tmp_path / "empty", kind)
     file = tmp_path / "file"
     file.write_text("x")
     with pytest.raises(Refused, match="is no directory"):
-        check_store(file, (1, 2))
+        check_store(file, kind)
     with pytest.raises(Refused, match="holds other things"):
-        check_store(tmp_path, (1, 2))
+        check_store(tmp_path, kind)
     engine = Engine(tmp_path / "store")
-    layers = engine.tapped.layer_ids
+    what = engine.tapped
     engine.close()
-    check_store(tmp_path / "store", layers)
-    with pytest.raises(Refused, match="holds layers"):
-        check_store(tmp_path / "store", (*layers, 0))
+    held = KnownKind(
+        layer_ids=what.layer_ids, weights_fingerprint=what.weights_fingerprint, dtype=what.dtype
+    )
+    for same in (held, msgspec.structs.replace(held, weights_fingerprint=None, dtype=None)):
+        check_store(tmp_path / "store", same)
+    for other in (
+        {"layer_ids": (*what.layer_ids, 0)},
+        {"weights_fingerprint": "other"},
+        {"dtype": "float64"},
+    ):
+        with pytest.raises(Refused, match=f"holds data with {next(iter(other))}"):
+            check_store(tmp_path / "store", msgspec.structs.replace(held, **other))

@@ -22,7 +22,13 @@ from stagetap.engine.checkpoint import fingerprint_ahead
 from stagetap.errors import Refused
 from stagetap.partition import engine_stages
 from stagetap.prompts import TokenPrompt, check_lengths, check_token_ids
-from stagetap.stores.base import check_store, check_store_writable, file_root
+from stagetap.stores.base import (
+    KnownKind,
+    check_store,
+    check_store_writable,
+    check_stored,
+    file_root,
+)
 from stagetap.stores.file_jobs import CaptureNote
 from stagetap.taps import validate_layer_ids
 
@@ -60,8 +66,13 @@ class CaptureJob:
         validate_layer_ids(self.layers, facts.num_hidden_layers)
         if facts.num_hidden_layers is not None:
             engine_stages(facts.num_hidden_layers, self.pp)
-        check_store(self.target.out, self.layers)
-        committed = self._committed(resume, fingerprint)
+        known = KnownKind(
+            layer_ids=self.layers,
+            weights_fingerprint=fingerprint,
+            dtype=asked_dtype(self.engine_args.get("dtype")),
+        )
+        check_store(self.target.out, known)
+        committed = self._committed(resume)
         prompts = load_prompts(prompt_file, self.model)
         if facts.vocab_size is not None:
             check_token_ids(prompt_file, prompts, facts.vocab_size)
@@ -71,7 +82,11 @@ class CaptureJob:
         guard = self._guard(facts.row_bytes(len(self.layers), self.engine_args.get("dtype")))
         if isinstance(guard, DiskGuard):
             self._check_room(guard, missing)
-        tally, seconds = self._run_engine(missing, guard, committed) if missing else (Tally(), 0.0)
+        tally, seconds = Tally(), 0.0
+        if missing:
+            check_store_writable(self.target.out)
+            check_stored(self.target.out, known)
+            tally, seconds = self._run_engine(missing, guard, committed)
         return {
             "out": self.target.out,
             "run": self.target.run_id,
@@ -111,7 +126,7 @@ class CaptureJob:
             engine_args={name: said for name, said in deciding.items() if said not in UNSAID},
         )
 
-    def _committed(self, resume: bool, fingerprint: str | None) -> CommittedSamples | None:
+    def _committed(self, resume: bool) -> CommittedSamples | None:
         """None in Mooncake: what is gone from there was consumed, and the engine knows the rest."""
         out, run_id = self.target.out, self.target.run_id
         if self.target.keep_free_bytes is None:
@@ -122,7 +137,7 @@ class CaptureJob:
                 f"{out} holds {len(committed)} samples of run {run_id!r} already; add "
                 "--resume to capture what is missing, or choose another --out or --run"
             )
-        committed.check(fingerprint, self._asked)
+        committed.check(self._asked)
         return committed
 
     def _guard(self, row_bytes: int | None) -> Room:
@@ -151,7 +166,6 @@ class CaptureJob:
     def _run_engine(
         self, prompts: Sequence[TokenPrompt], guard: Room, committed: CommittedSamples | None
     ) -> tuple[Tally, float]:
-        check_store_writable(self.target.out)
         from stagetap.engine.session import CaptureSession
 
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

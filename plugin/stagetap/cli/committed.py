@@ -49,27 +49,16 @@ class CommittedSamples:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def check(self, weights_fingerprint: str | None, asked: CaptureNote) -> None:
+    def check(self, asked: CaptureNote) -> None:
         """Hold what is there against a job that would go on with it.
 
-        An engine compares more, but none may be needed: all samples may be there.
-
         Args:
-            weights_fingerprint: of the job's model; None where only its engine can tell.
             asked: what decides rows and values of the job's samples.
 
         Raises:
-            Refused: the store holds another model, or the run was asked for something else.
+            Refused: the run was asked for something else.
             StoreError: what the run was asked for cannot be read.
         """
-        if self._reader is None:
-            return
-        stored = self._reader.invariant.weights_fingerprint
-        if weights_fingerprint not in (None, stored):
-            raise Refused(
-                f"{self._root} holds samples of other weights ({stored}) than the model's "
-                f"({weights_fingerprint}); give that model, or choose another --out"
-            )
         if not self._entries:
             return
         note = read_note(self._root, self._run_id)

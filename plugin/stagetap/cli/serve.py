@@ -82,7 +82,13 @@ def serve_command(
     from stagetap.engine.refusal import FRONT_END_ENV
     from stagetap.options import connector_options
     from stagetap.patchstack import require_applied
-    from stagetap.stores.base import check_store, check_store_writable, store_address
+    from stagetap.stores.base import (
+        KnownKind,
+        check_store,
+        check_store_writable,
+        check_stored,
+        store_address,
+    )
 
     if as_json and not dry_run:
         raise Refused("--json describes a --dry-run; add --dry-run or drop --json")
@@ -91,12 +97,14 @@ def serve_command(
     ids = choose_layers(layers, total)
     if total is not None:
         engine_stages(total, pp)
-    check_store(store, ids)
+    known = KnownKind(layer_ids=ids)
+    check_store(store, known)
     connector_options({"layers": ids, "store": store, **further_options(_given(context.args))})
     hosts = _hosts(context.args, nnodes, node_rank, master_addr, master_port, watch_port, pp * tp)
     if not dry_run:
         check_store_writable(store)
         require_applied()
+        check_stored(store, known)
     on_cpu_ranks = is_cpu_build() and pp * tp > 1
     command = [
         *(_vllm_command(), "serve", model),

@@ -16,7 +16,7 @@ from stagetap.errors import Refused
 from stagetap.layer_choice import choose_layers
 from stagetap.options import CONNECTOR_NAME, ConnectorOptions, connector_options
 from stagetap.partition import engine_stages
-from stagetap.stores.base import check_store
+from stagetap.stores.base import KnownKind, check_store
 from stagetap.taps import validate_layer_ids
 
 if TYPE_CHECKING:
@@ -95,9 +95,13 @@ def configure(config: VllmConfig) -> None:
         _check_engine(config)
         validate_layer_ids(options.layers, total)
         engine_stages(total, config.parallel_config.pipeline_parallel_size)
-        # For what it refuses: nothing is loaded yet.
-        fingerprint_ahead(config.model_config.model, str(config.load_config.load_format))
-        check_store(options.store, options.layers)
+        # For what it refuses as well: nothing is loaded yet.
+        fingerprint = fingerprint_ahead(
+            config.model_config.model, str(config.load_config.load_format)
+        )
+        check_store(
+            options.store, KnownKind(layer_ids=options.layers, weights_fingerprint=fingerprint)
+        )
         _choose_classes(config)
     if config.shutdown_timeout == 0:
         # Else vLLM kills the engine at once, and with it what is being published.

@@ -40,6 +40,14 @@ class Invariant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     num_hidden_layers: int
 
 
+class KnownKind(msgspec.Struct, frozen=True, kw_only=True):
+    """Of an `Invariant`, what is known before an engine has started; None: it will tell."""
+
+    layer_ids: tuple[int, ...]
+    weights_fingerprint: str | None = None
+    dtype: str | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class FragmentHeader:
     """What is known of a fragment before its first row.
@@ -257,19 +265,31 @@ def open_store_reader(uri: str | os.PathLike[str]) -> StoreReader:
     return FileStoreReader(file_root(uri))
 
 
-def check_store(uri: str | os.PathLike[str], layer_ids: tuple[int, ...]) -> None:
-    """Refuse, before any engine starts, a store that these layers cannot go to.
+def check_store(uri: str | os.PathLike[str], known: KnownKind) -> None:
+    """Refuse, before any engine starts, a store that its data cannot go to. Takes moments.
 
     Raises Refused or StoreError.
     """
     if is_mooncake(os.fspath(uri)):
         from stagetap.stores.mooncake_open import check_reachable
 
-        check_reachable(os.fspath(uri))  # which layers the run holds, only its engine can see
+        check_reachable(os.fspath(uri))
         return
     from stagetap.stores.file_invariant import check_usable
 
-    check_usable(file_root(uri), layer_ids)
+    check_usable(file_root(uri), known)
+
+
+def check_stored(uri: str | os.PathLike[str], known: KnownKind) -> None:
+    """Refuse, before any engine starts, a run in Mooncake that holds other data.
+
+    Apart from :func:`check_store`, which knows it of directories: asking Mooncake takes seconds.
+    Raises Refused or StoreError.
+    """
+    if is_mooncake(os.fspath(uri)):
+        from stagetap.stores.mooncake_open import check_run
+
+        check_run(os.fspath(uri), known)
 
 
 def check_store_writable(uri: str | os.PathLike[str]) -> None:

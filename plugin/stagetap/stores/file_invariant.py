@@ -5,7 +5,7 @@ import os
 import msgspec
 
 from stagetap.errors import ForeignStore, Refused
-from stagetap.stores.base import Invariant
+from stagetap.stores.base import Invariant, KnownKind
 from stagetap.stores.file_io import (
     SCRATCH_PREFIX,
     fsync_directory,
@@ -16,7 +16,7 @@ from stagetap.stores.file_io import (
     write_scratch,
 )
 from stagetap.stores.file_layout import COMMITS, DELETES, INVARIANT_NAME, JOBS, NONCES
-from stagetap.stores.kind import decode_invariant, difference
+from stagetap.stores.kind import check_known, decode_invariant, difference
 
 # A fresh file system brings the first one along; the others a start that was killed leaves behind.
 _HARMLESS = frozenset({"lost+found", COMMITS, DELETES, JOBS, NONCES})
@@ -46,8 +46,8 @@ def is_claimed(root: str) -> bool:
     return False
 
 
-def check_usable(root: str, layer_ids: tuple[int, ...]) -> None:
-    """Refuse a directory that no engine with these layers could use. Creates nothing.
+def check_usable(root: str, known: KnownKind) -> None:
+    """Refuse a directory that no engine with such data could use. Creates nothing.
 
     For the seconds before an engine starts; `claim` has the last word once it is there.
     Raises Refused, ForeignStore, UnknownVersion or StoreError.
@@ -55,12 +55,7 @@ def check_usable(root: str, layer_ids: tuple[int, ...]) -> None:
     if os.path.lexists(root) and not os.path.isdir(root):
         raise Refused(f"{root} is no directory: give a new or an empty one")
     if is_claimed(root):
-        stored = read_invariant(root).layer_ids
-        if stored != layer_ids:
-            raise Refused(
-                f"{root} holds layers {list(stored)}, asked for are {list(layer_ids)}: ask for "
-                "the same, or give another directory"
-            )
+        check_known(read_invariant(root), known, root, "another directory")
 
 
 def claim(root: str, invariant: Invariant) -> None:

@@ -2,9 +2,9 @@
 
 import msgspec
 
-from stagetap.errors import ForeignStore, UnknownVersion
+from stagetap.errors import ForeignStore, Refused, UnknownVersion
 from stagetap.manifest import Manifest
-from stagetap.stores.base import STORE_VERSION, Invariant
+from stagetap.stores.base import STORE_VERSION, Invariant, KnownKind
 
 
 class _Head(msgspec.Struct):
@@ -60,6 +60,25 @@ def difference(stored: Invariant, other: Invariant) -> tuple[str, str, str] | No
         if ours != theirs:
             return field, _show(ours), _show(theirs)
     return None
+
+
+def check_known(stored: Invariant, known: KnownKind, where: str, instead: str) -> None:
+    """Hold what a store has against what is known of an engine that has not started.
+
+    Args:
+        where: names the store in messages.
+        instead: what else to give.
+
+    Raises:
+        Refused: they differ.
+    """
+    for field in known.__struct_fields__:
+        ours, asked = getattr(stored, field), getattr(known, field)
+        if asked is not None and asked != ours:
+            raise Refused(
+                f"{where} holds data with {field} {_show(ours)}, this engine would write "
+                f"{_show(asked)}: ask for the same, or give {instead}"
+            )
 
 
 def _show(value: object) -> str:

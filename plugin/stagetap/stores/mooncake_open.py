@@ -1,14 +1,22 @@
 """Opens the sides of a Mooncake store, each with the connection that its role needs."""
 
 import os
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
+from multiprocessing import get_context
 
 from stagetap.errors import Refused, StoreError
-from stagetap.stores.mooncake_client import MooncakeClient, open_client
+from stagetap.stores.base import Invariant, KnownKind
+from stagetap.stores.kind import check_known
+from stagetap.stores.mooncake_client import MooncakeClient, check_machine, open_client
 from stagetap.stores.mooncake_committer import MooncakeStoreCommitter
+from stagetap.stores.mooncake_layout import invariant_key
+from stagetap.stores.mooncake_objects import read
 from stagetap.stores.mooncake_package import check_version
 from stagetap.stores.mooncake_probe import probe_master
 from stagetap.stores.mooncake_reader import MooncakeStoreReader
+from stagetap.stores.mooncake_records import decode_run
 from stagetap.stores.mooncake_uri import MooncakeOptions, parse_uri
 from stagetap.stores.mooncake_writer import MooncakeStoreWriter
 
@@ -45,7 +53,37 @@ def check_reachable(uri: str) -> None:
     """
     options, _ = _run_of(uri)
     check_version()
+    check_machine(options, "writer")
     probe_master(options.master, options.connect_timeout)
+
+
+def check_run(uri: str, known: KnownKind) -> None:
+    """Raise Refused when the run holds other data than an engine would write, or StoreError.
+
+    Mooncake is loaded in a process of its own, see `check_reachable`.
+    """
+    try:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+            stored = process.submit(_stored_kind, uri).result()
+    except BrokenProcessPool:
+        raise StoreError(
+            f"{uri}: the process that asked what the run holds has died, see what it wrote above; "
+            "is there enough memory?"
+        ) from None
+    if stored is not None:
+        check_known(stored, known, f"run {parse_uri(uri).run!r}", "another run")
+
+
+def _stored_kind(uri: str) -> Invariant | None:
+    """What the run holds; None when it has not begun. Raises Refused, StoreError."""
+    options, run_id = _run_of(uri)
+    client = open_client(options, "committer")
+    try:
+        key = invariant_key(run_id)
+        data = read(client, key)
+        return None if data is None else decode_run(key, data)
+    finally:
+        client.close()
 
 
 def lent_bytes(uri: str, workers: int) -> int | None:

@@ -212,7 +212,10 @@ def test_resume_with_another_prompt_of_a_sample_with_output_is_refused(
     ("arguments", "says"),
     [
         (("--include-output", 8), "captured with --include-output 0, not with --include-output 8"),
-        (("--dtype", "float32"), "not with --include-output 0, dtype=float32; ask for the same"),
+        (
+            ("--dtype", "float32"),
+            "dtype bfloat16, this engine would write float32: ask for the same",
+        ),
         (("--engine-arg", "kv_cache_dtype=fp8"), "kv_cache_dtype=fp8; ask for the same"),
     ],
 )
@@ -239,7 +242,7 @@ def test_resume_with_another_model_is_refused(
     for arguments in (("--resume",), ("--run", "other")):
         done = capture(*arguments)
         assert done.code == 2
-        assert "holds samples of other weights" in done.stderr
+        assert "holds data with weights_fingerprint" in done.stderr
     assert len(sessions.started) == 1
 
 
@@ -278,7 +281,7 @@ def test_other_layers_in_one_store_are_refused(
     assert capture().code == 0
     done = capture("--run", "other", layers="2,4")
     assert done.code == 2
-    assert "holds layers [2, 0, 6], asked for are [2, 4]" in done.stderr
+    assert "holds data with layer_ids [2, 0, 6], this engine would write [2, 4]" in done.stderr
     assert len(sessions.started) == 1
 
 

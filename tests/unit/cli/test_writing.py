@@ -117,7 +117,7 @@ def test_what_a_command_makes_is_named(tmp_path: Path) -> None:
     for attempt in (
         lambda: make_folder(file / "a"),
         lambda: write_file(file / "a", "text"),
-        lambda: Process("a program", ["true"], file / "a"),
+        lambda: Process("a program", ["true"], "127.0.0.1", file / "a"),
         lambda: build_repository(file / "a", {}, series),
         lambda: write_prompts(file / "a", []),
         lambda: run_arm(arm, tmp_path / "prompts", tmp_path / "out", file / "a"),
