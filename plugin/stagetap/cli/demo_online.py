@@ -31,8 +31,11 @@ def demo_online_command() -> None:
     Ends with exit code 1 unless every sample was consumed, is bitwise what a capture of the same
     prompts to a directory holds, and has left nothing in the store.
     """
+    from msgspec.structs import replace
+
     from stagetap.equivalence.arms import Arm, run_arm
     from stagetap.stores.mooncake_layout import is_of_samples
+    from stagetap.stores.mooncake_uri import format_uri, parse_uri
     from stagetap.stores.mooncake_verify import listing
 
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -45,9 +48,8 @@ def demo_online_command() -> None:
         prompts, reference = write_demo_prompts(folder), folder / "reference"
         notify("capturing to a directory, two stages: what is right")
         run_arm(arm, prompts, reference, folder / "reference.log")
-        master, _, query = store["uri"].partition("?")
-        uri = f"{master}/{RUN_ID}?{query}"
-        notify(f"capturing to {master}, two stages, and consuming it in another process")
+        uri = format_uri(replace(parse_uri(store["uri"]), run=RUN_ID))
+        notify(f"capturing to {uri}, two stages, and consuming it in another process")
         log = folder / "consumer.log"
         with _consumer(uri, reference, log) as consumer:
             produced = run_arm(arm, prompts, uri, folder / "online.log")
