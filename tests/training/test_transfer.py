@@ -11,6 +11,7 @@ import torch
 from datasets import Dataset
 
 from stagetap import Refused, SampleNotFound, TruncatedFragment, open_dataset
+from stagetap.errors import ForeignStore
 from stagetap.training.rows import write_rows
 from stagetap.training.transfer import Source, StageTapTransfer
 from store_samples import Engine, states, tapped, token_ids
@@ -49,6 +50,15 @@ def test_columns_are_the_drafts_order_and_the_last_one(
         for column, tap in enumerate((4, 2, 6)):
             expected = states(tap, tokens, row).bfloat16()
             assert torch.equal(found["hidden_states"][:, column], expected)
+
+
+def test_a_dataset_that_has_not_begun_is_awaited(store: Path) -> None:
+    with pytest.raises(ForeignStore):
+        source(store).open_invariant()
+    begin = threading.Timer(0.2, lambda: Engine(store).close())
+    begin.start()
+    assert source(store, wait_s=20).open_invariant().stream == "residual"
+    begin.join()
 
 
 def test_rows_find_their_samples_in_any_order(store: Path, export: Export, tmp_path: Path) -> None:

@@ -52,7 +52,8 @@ class StageTapBackend(HiddenStatesBackend):
             "--stagetap-wait-s",
             type=float,
             default=0.0,
-            help="How long a row may wait for its sample, while it is being captured. Default: 0.",
+            help="How long a row may wait for its sample, while it is being captured, and the "
+            "trainer for the dataset to begin. Default: 0.",
         )
         parser.add_argument(
             "--stagetap-target",

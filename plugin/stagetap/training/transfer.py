@@ -11,7 +11,7 @@ import torch
 from hs_connectors import HiddenStatesTransfer
 from speculators.train.recovery import SampleUnavailable
 
-from stagetap.errors import AmbiguousSample, Refused, SampleNotFound
+from stagetap.errors import AmbiguousSample, ForeignStore, Refused, SampleNotFound
 from stagetap.manifest import token_digest
 from stagetap.reader.dataset import HiddenStatesDataset, open_dataset
 from stagetap.reader.sample import Sample
@@ -19,6 +19,7 @@ from stagetap.stores.base import Invariant, open_store_reader
 from stagetap.training.token_index import TokenIndex
 
 _POLL_SECONDS = 0.25
+_BEGIN_SECONDS = 1.0  # each look at a run that has not begun is a connection of its own
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class Source:
         run: one run of it, or None for all.
         stream: the stream kind that it must hold.
         verify: whether to compare checksums of what is read; None as the store does by default.
-        wait_s: how long a row may wait for its sample to be committed.
+        wait_s: how long a row may wait for its sample to be committed, and the first one for the
+            dataset to begin.
     """
 
     uri: str
@@ -44,8 +46,18 @@ class Source:
         return open_dataset(self.uri, run=self.run, stream=self.stream, verify=self.verify)
 
     def open_invariant(self) -> Invariant:
-        """What the dataset holds, of whatever stream. Raises as ``open_dataset``."""
-        return open_store_reader(self.uri).invariant
+        """What the dataset holds, of whatever stream; one that has not begun is awaited.
+
+        Raises as ``open_dataset``.
+        """
+        deadline = time.monotonic() + self.wait_s
+        while True:
+            try:
+                return open_store_reader(self.uri).invariant
+            except ForeignStore:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(_BEGIN_SECONDS)
 
 
 class StageTapTransfer(HiddenStatesTransfer):
