@@ -174,7 +174,8 @@ def draft_layer_ids(config: Mapping[str, Any], where: str) -> tuple[int, ...]:
         where: what to call it in a message.
 
     Raises:
-        Refused: no key of :data:`DRAFT_KEYS`, two that contradict each other, or ids that are none.
+        Refused: no key of :data:`DRAFT_KEYS`, two that contradict each other, or ids that are none
+            or repeated.
     """
     found: dict[str, tuple[int, ...]] = {}
     for key in DRAFT_KEYS:
@@ -195,7 +196,7 @@ def draft_layer_ids(config: Mapping[str, Any], where: str) -> tuple[int, ...]:
                 f"layers: {where} contradicts itself: {first} means the ids {list(ids)}, {name} "
                 f"means {list(other)}; write the ids that are right"
             )
-    return ids
+    return _valid(ids, where, None)
 
 
 def spread(num_hidden_layers: int, count: int) -> tuple[int, ...]:

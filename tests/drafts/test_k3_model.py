@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,24 @@ def test_the_recipes_draft_is_the_published_one_with_a_norm_for_each_tap(tmp_pat
         K3DSparkConfig.from_pretrained(source).save_pretrained(tmp_path)
         written = json.loads((tmp_path / "config.json").read_text("utf-8"))
         assert {name: written[name] for name in document} == document
+
+
+def test_the_page_on_kimi_k3_builds_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = RECIPE_DRAFT.parents[2]
+    [example] = re.findall(
+        "```python\n(import torch.*?)```", (root / "docs/kimi_k3.md").read_text(), re.DOTALL
+    )
+    monkeypatch.chdir(root)
+    exec(example, {})
+    printed = re.findall(r"print\(.*\)  # (.*)", example)
+    assert capsys.readouterr().out.splitlines() == printed
+
+
+def test_a_draft_is_not_made_of_its_config_json_alone() -> None:
+    with pytest.raises(TypeError, match=r"not of a K3DSparkConfig: give .*of_draft\(\.\.\.\)"):
+        K3DSparkModel(draft_config())
 
 
 def test_a_norm_for_each_tap_is_all_that_fc_norm_adds() -> None:

@@ -265,3 +265,8 @@ def test_published_kimi_k3_draft(tmp_path: Path) -> None:
         target_num_hidden_layers=93,
     )
     assert choose_layers(f"{folder},last", 93) == (3, 24, 48, 72, 90, 93)
+
+
+def test_repeated_layers_are_refused_without_a_target_and_the_file_is_named() -> None:
+    with pytest.raises(Refused, match="the draft names ids that do not fit: 5 is asked for more"):
+        draft_layer_ids({"target_layer_ids": [4, 4]}, "the draft")

@@ -320,14 +320,14 @@ def test_a_draft_without_fc_norm_has_no_targets(tmp_path: Path) -> None:
         ({"target_layer_ids": [1, 23, 46, 68, 93]}, "94 is above 93"),
         ({"target_num_hidden_layers": 61}, "made for a target of 61 layers"),
         # These say K3DSparkConfig's own checks.
-        ({"logit_scale": 2.0}, "not built with logit_scale other than 1"),
-        ({"q_lora_rank": None}, "not built with q_lora_rank=null"),
-        ({"markov_head_type": "gated"}, "markov_head_type='gated'"),
+        ({"logit_scale": 2.0}, "logit_scale is 2.0: input should be less"),
+        ({"q_lora_rank": None}, "q_lora_rank is None"),
+        ({"markov_head_type": "gated"}, "markov_head_type is 'gated': input should be 'vanilla'"),
         ({"rope_parameters": {"rope_type": "yarnish"}}, "yarnish"),
         ({"num_attention_heads": "64"}, "num_attention_heads"),
         ({"kv_lora_rank": -1}, "kv_lora_rank is -1, not a size"),
         ({"enable_confidence_head": "on"}, "enable_confidence_head is 'on', not true or false"),
-        ({"rope_scaling": 5}, "object has no attribute"),
+        ({"rope_scaling": 5}, "rope_scaling is 5: input should be a valid dictionary"),
         ({"dtype": "float17"}, "float17"),
     ],
 )

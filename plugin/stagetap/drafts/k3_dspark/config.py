@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 from transformers import AutoConfig, DeepseekV3Config
 
+from stagetap.layer_choice import draft_layer_ids
 from stagetap.taps import stream_of_k3_draft
 
+from .fields import check_fields
 from .rope import ROPE_THETA, rope_parameters
 
 MODEL_TYPE = "k3_dspark"
@@ -31,8 +33,11 @@ class K3DSparkConfig(DeepseekV3Config):
         fc_norm: whether each tap is normed by itself before ``context_proj``, for taps of the
             attention residuals' mixture. vLLM 0.32.0 does not load such a draft.
 
+    What is accepted can be saved and read again, and means the same to vLLM.
+
     Raises:
-        ValueError: something that is not built, named.
+        ValueError: a value that cannot be (:mod:`.fields`), that is not built, or that contradicts
+            another one, named.
     """
 
     model_type = MODEL_TYPE
@@ -63,10 +68,17 @@ class K3DSparkConfig(DeepseekV3Config):
 
     rope_parameters: dict[str, Any] | None = None
 
+    def __new__(cls, **values: Any) -> Self:
+        # Before transformers sets anything: it looks at few of the types, and not at ranges.
+        check_fields(values)
+        return super().__new__(cls)
+
     def __post_init__(self, **kwargs: Any) -> None:
         self.rope_parameters = rope_parameters(
             self.rope_parameters, kwargs.pop("rope_scaling", None), kwargs.pop("rope_theta", None)
         )
+        # A null, which transformers would write over the number in rope_parameters.
+        kwargs.pop("original_max_position_embeddings", None)
         if self.target_layer_ids is not None and self.num_target_layers is None:
             self.num_target_layers = len(self.target_layer_ids)
         if self.target_hidden_size is None:
@@ -74,7 +86,7 @@ class K3DSparkConfig(DeepseekV3Config):
         if self.draft_vocab_size is None:
             self.draft_vocab_size = self.vocab_size
         super().__post_init__(**kwargs)
-        _refuse_what_is_not_built(self)
+        _refuse_contradictions(self)
 
     @property
     def tap_ids(self) -> list[int]:
@@ -107,44 +119,37 @@ class K3DSparkConfig(DeepseekV3Config):
             )
 
 
-def _refuse_what_is_not_built(config: K3DSparkConfig) -> None:
-    wrong = {
-        "mla_use_nope=true": config.mla_use_nope,
-        "mla_use_output_gate=true": config.mla_use_output_gate,
-        "mla_use_qk_norm=true": config.mla_use_qk_norm,
-        "dspark_bonus_anchor=true": config.dspark_bonus_anchor,
-        "sample_from_anchor=false": not getattr(config, "sample_from_anchor", True),
-        "q_lora_rank=null": config.q_lora_rank is None,
-        "attention_bias=true": config.attention_bias,
-        "attention_dropout above 0": config.attention_dropout,
-        "n_routed_experts above 0": config.n_routed_experts,
-        f"hidden_act={config.hidden_act!r}": config.hidden_act != "silu",
-        "rope_interleave=false": not config.rope_interleave,
-        "logit_scale other than 1": config.logit_scale != 1.0,
-        "layer_types": getattr(config, "layer_types", None),
-        "sliding_window": getattr(config, "sliding_window", None),
-        f"markov_head_type={config.markov_head_type!r}": config.markov_head_type != "vanilla",
-        "markov_rank below 1": config.markov_rank is not None and config.markov_rank < 1,
-        "block_size below 1": config.block_size is not None and config.block_size < 1,
-        "mask_token_id outside of the vocabulary": config.mask_token_id is not None
-        and not 0 <= config.mask_token_id < config.vocab_size,
-        "draft_vocab_size other than vocab_size": config.draft_vocab_size != config.vocab_size,
-        "target_hidden_size other than hidden_size": config.target_hidden_size
-        != config.hidden_size,
+def _refuse_contradictions(config: K3DSparkConfig) -> None:
+    # Each: the value, what it has to be, and in words.
+    equal = {
+        "draft_vocab_size": (config.draft_vocab_size, config.vocab_size, "vocab_size"),
+        "target_hidden_size": (config.target_hidden_size, config.hidden_size, "hidden_size"),
+        # transformers makes a rotary table as wide as this.
+        "head_dim": (config.head_dim, config.qk_rope_head_dim, "qk_rope_head_dim"),
+        "qk_head_dim": (
+            config.qk_head_dim,
+            config.qk_nope_head_dim + config.qk_rope_head_dim,
+            "qk_nope_head_dim and qk_rope_head_dim together",
+        ),
     }
-    named = [name for name, is_so in wrong.items() if is_so]
-    if named:
-        raise ValueError(f"a K3 DSpark draft is not built with {', '.join(named)}")
-    ids = config.target_layer_ids
-    if ids is None:
-        return
-    if not ids or any(type(i) is not int or i < 0 for i in ids):
-        raise ValueError(f"target_layer_ids must be layers counted from 0, not {ids!r}")
-    if len(set(ids)) != len(ids) or config.num_target_layers != len(ids):
+    if config.target_layer_ids is not None:
+        many = len(config.target_layer_ids)
+        equal["num_target_layers"] = (config.num_target_layers, many, "how many target_layer_ids")
+    dflash = getattr(config, "dflash_config", None) or {}
+    if "mask_token_id" in dflash:  # vLLM's get_parallel_drafting_token_id takes it first
+        masks = (dflash["mask_token_id"], config.mask_token_id, "mask_token_id")
+        equal["dflash_config.mask_token_id"] = masks
+    for name, (value, right, words) in equal.items():
+        if value != right:
+            raise ValueError(f"a K3 draft's {name} is {value}, and must be {words}, {right}")
+    if config.mask_token_id is not None and config.mask_token_id >= config.vocab_size:
         raise ValueError(
-            f"target_layer_ids {ids!r} must be distinct, and num_target_layers "
-            f"({config.num_target_layers}) their number"
+            f"a K3 draft's mask_token_id is {config.mask_token_id}, and must be below its "
+            f"vocab_size, {config.vocab_size}"
         )
+    if config.target_layer_ids is not None:
+        # By all keys that vLLM reads, some of which it reads before this one.
+        draft_layer_ids(vars(config), "a K3 draft's config.json")
 
 
 AutoConfig.register(MODEL_TYPE, K3DSparkConfig, exist_ok=True)

@@ -36,6 +36,12 @@ class K3DSparkModel(DSparkDraftModel):
     _no_split_modules: ClassVar[list[str]] = ["K3DSparkDecoderLayer"]
 
     def __init__(self, config: K3DSparkSpeculatorConfig) -> None:
+        if not isinstance(config, K3DSparkSpeculatorConfig):
+            raise TypeError(
+                f"a K3 draft is made of a K3DSparkSpeculatorConfig, not of a "
+                f"{type(config).__name__}: give K3DSparkSpeculatorConfig.from_pretrained(FILE), or "
+                "of_draft(...) of a K3DSparkConfig"
+            )
         super().__init__(config)
         draft = config.transformer_layer_config
         self.rotary_emb = K3DSparkRotaryEmbedding(draft)

@@ -5,18 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .fields import RopeFields, check_rope_fields
+
 ROPE_THETA = 50_000.0
 """The base when none is given, as in vLLM's configuration of this draft; transformers has 10000."""
 
 _DEFAULT_KEYS = frozenset({"rope_type", "rope_theta"})
-_YARN_KEYS = _DEFAULT_KEYS | {
-    "factor",
-    "original_max_position_embeddings",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-}
+_YARN_KEYS = frozenset(RopeFields.__annotations__)
 
 
 def rope_parameters(
@@ -33,17 +28,18 @@ def rope_parameters(
             transformers and vLLM.
 
     Raises:
-        ValueError: the two dictionaries contradict each other, or say what trainer and server
-            would not understand alike.
+        ValueError: the two dictionaries contradict each other, hold a value that cannot be, or say
+            what trainer and server would not understand alike.
     """
     merged: dict[str, Any] = {}
     for given in (parameters, scaling):
         for key, value in _one_spelling(given or {}).items():
-            if merged.setdefault(key, value) != value:
+            if key in merged and merged[key] != value:
                 raise ValueError(
                     f"{key} is {merged[key]!r} in rope_parameters and {value!r} in rope_scaling; "
                     "keep rope_parameters alone"
                 )
+            merged[key] = value
     merged.setdefault("rope_type", "default")
     merged.setdefault("rope_theta", ROPE_THETA if theta is None else theta)
     _check(merged)
@@ -64,6 +60,7 @@ def _one_spelling(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check(merged: Mapping[str, Any]) -> None:
+    check_rope_fields(merged)
     kind = merged["rope_type"]
     allowed = {"default": _DEFAULT_KEYS, "yarn": _YARN_KEYS}.get(kind)
     if allowed is None:
@@ -81,7 +78,7 @@ def _check(merged: Mapping[str, Any]) -> None:
         missing = sorted({"factor", "original_max_position_embeddings"} - set(merged))
         if missing:
             raise ValueError(f"rope_parameters of rope_type 'yarn' lacks {', '.join(missing)}")
-        if bool(merged.get("mscale")) != bool(merged.get("mscale_all_dim")):
+        if ("mscale" in merged) != ("mscale_all_dim" in merged):
             raise ValueError(
                 "rope_parameters has one of mscale and mscale_all_dim, which vLLM and transformers "
                 "do not understand alike; give both or neither"
