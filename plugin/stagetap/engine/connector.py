@@ -34,7 +34,8 @@ class StageTapConnector(KVConnectorBase_V1, SupportsHMA):
     """Publishes hidden states; loads nothing.
 
     Raises (constructor):
-        StageTapError: see the side that is constructed; printed as one line, and vLLM stops.
+        StageTapError: see the side that is constructed; printed as one line, and vLLM stops, as
+            `announced` says.
     """
 
     scheduler_side: SchedulerSide
@@ -44,7 +45,7 @@ class StageTapConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ):
         super().__init__(vllm_config, role, kv_cache_config)
-        with announced():
+        with announced(ends_core=role == KVConnectorRole.SCHEDULER):
             check_series()
             options = options_of(vllm_config)
             if role == KVConnectorRole.SCHEDULER:
@@ -118,7 +119,7 @@ class StageTapConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        with announced():
+        with announced(ends_core=True):
             self.scheduler_side.start(metadata)
 
     def get_num_new_matched_tokens(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import parent_process
 
 from stagetap.engine.report import note_refusal
 from stagetap.errors import StageTapError
@@ -27,11 +28,16 @@ REFUSED_EXIT = 2
 
 
 @contextmanager
-def announced() -> Iterator[None]:
+def announced(*, ends_core: bool = False) -> Iterator[None]:
     """Print ``stagetap: refused: ...`` for a StageTapError raised inside.
+
+    Args:
+        ends_core: the process, if it is a child, is the engine's core, which has nothing to lose.
 
     Raises:
         StartRefused: in its place.
+        SystemExit: in the core of an engine that a StageTap command has started. That command says
+            what was refused; an exception vLLM would log with its traceback, and Python once more.
     """
     try:
         yield
@@ -39,6 +45,8 @@ def announced() -> Iterator[None]:
         if not note_refusal(error):
             # Not sys.stderr, whose lines vLLM prefixes with the process's name.
             os.write(2, f"stagetap: refused: {error}\n".encode())
+        elif ends_core and parent_process() is not None:
+            raise SystemExit(REFUSED_EXIT) from None
         if os.environ.get(FRONT_END_ENV) == str(os.getpid()):
             os._exit(REFUSED_EXIT)  # it owns no process yet, and a traceback would bury the line
         raise StartRefused(str(error)) from error

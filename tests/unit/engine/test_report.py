@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 from collections.abc import Iterator
 
 import pytest
 
-from stagetap.engine.refusal import StartRefused, announced
+from stagetap.engine.refusal import REFUSED_EXIT, StartRefused, announced
 from stagetap.engine.report import REPORT_FILE_ENV, engine_report, watch_log
 from stagetap.errors import Refused
 
@@ -73,6 +74,25 @@ def test_a_refusal_is_for_the_command_alone(capfd: pytest.CaptureFixture[str]) -
     with pytest.raises(StartRefused), announced():
         raise Refused("layers: none")
     assert capfd.readouterr().err == "stagetap: refused: layers: none\n"
+
+
+def _core() -> None:
+    with announced(ends_core=True):
+        raise Refused("layers: none")
+
+
+def test_the_core_of_an_engine_refuses_without_a_traceback(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with engine_report() as report:
+        core = multiprocessing.get_context("fork").Process(target=_core)
+        core.start()
+        core.join(30)
+        assert core.exitcode == REFUSED_EXIT
+        assert report.refusal() == "layers: none"
+        assert capfd.readouterr().err == ""
+        with pytest.raises(StartRefused):  # a core within its caller
+            _core()
 
 
 def test_reports_nest() -> None:
