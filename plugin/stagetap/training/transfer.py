@@ -19,7 +19,7 @@ from stagetap.stores.base import Invariant, open_store_reader
 from stagetap.training.token_index import TokenIndex
 
 _POLL_SECONDS = 0.25
-_BEGIN_SECONDS = 1.0  # each look at a run that has not begun is a connection of its own
+_BEGIN_SECONDS = 3.0  # each look at a run that has not begun is a connection of its own
 
 
 @dataclass(frozen=True)
