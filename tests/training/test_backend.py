@@ -50,6 +50,9 @@ def arguments(target: Path, **changes: Any) -> argparse.Namespace:
         "stagetap_after_read": "keep",
         "stagetap_metrics": None,
         "epochs": 1,
+        "total_seq_len": 64,
+        "save_path": str(target / "none"),
+        "no_resume_from_checkpoint": False,
     }
     return argparse.Namespace(**(given | changes))
 
@@ -214,10 +217,31 @@ def test_short_rows_are_left_out_and_counted(
     ]
     assert isinstance(transfer.get_cached(0), SampleUnavailable)
     assert transfer.get_cached(1)["token_ids"].shape == (15,)
-    args.stagetap_min_loss_tokens = 16
-    with pytest.raises(Refused, match=r"3 of 3 rows .* nothing is left to train on"):
-        StageTapBackend.from_train_args(args, rows)
+    for min_loss_tokens, total_seq_len in ((16, 64), (14, 13)):  # of a row that a batch cuts
+        args.stagetap_min_loss_tokens, args.total_seq_len = min_loss_tokens, total_seq_len
+        with pytest.raises(Refused, match=r"3 of 3 rows .* nothing is left to train on"):
+            StageTapBackend.from_train_args(args, rows)
     assert not taken_lines()
+
+
+def test_rows_that_teach_nothing(store: Path, export: Export, target: Path, tmp_path: Path) -> None:
+    export("a", 7, 0)
+    export("b", 7, 1)
+    args = arguments(target, stagetap_store=str(store))
+    idle = rows_of(tmp_path / "idle", (7, 0), (7, 1), prompt_tokens=7)
+    with pytest.raises(Refused, match=r"none of 2 rows of .*idle has a token .* another --learn"):
+        StageTapBackend.from_train_args(args, idle)
+    late = rows_of(tmp_path / "late", (7, 0), (7, 1), prompt_tokens=5)
+    args.total_seq_len = 5
+    with pytest.raises(Refused, match=r"none of 2 rows .* within --total-seq-len 5: "):
+        StageTapBackend.from_train_args(args, late)
+    args.total_seq_len = 64
+    StageTapBackend.from_train_args(args, late)
+    assert not taken_lines()
+    export("short", 5, 2)
+    some = rows_of(tmp_path / "some", (5, 2), (7, 0), prompt_tokens=5)
+    StageTapBackend.from_train_args(args, some)
+    assert taken_lines() == [f"1 of 2 rows of {some} have no token to learn from"]
 
 
 def test_what_was_read_leaves_the_store(
@@ -234,6 +258,13 @@ def test_what_was_read_leaves_the_store(
     assert found["hidden_states"].shape == (7, 3, 16)
     assert torch.equal(found["hidden_states"][:, 2], states(6, 7, 1).bfloat16())
     assert open_dataset(store).sample_ids == ["a"]
+    export("b again", 7, 1)
+    twice = rows_of(tmp_path / "twice", (7, 0), (7, 1), (3, 2), (7, 1), (3, 2))
+    with pytest.raises(Refused, match=r"remove: rows 1 and 3 of .*twice have the same tokens"):
+        StageTapBackend.from_train_args(args, twice)
+    args.stagetap_after_read = "keep"
+    args.on_missing = "skip"
+    StageTapBackend.from_train_args(args, twice)
 
 
 def test_speculators_launcher_is_told_where_to_go() -> None:

@@ -64,7 +64,8 @@ def test_each_row_once_and_ranks_side_by_side(ranks: int) -> None:
 
 
 def test_prompts_are_what_the_trainer_will_read(tmp_path: Path) -> None:
-    rows = rows_of(tmp_path / "rows", *((tokens, seed) for seed, tokens in enumerate(LENGTHS)))
+    rows_read = [(tokens, seed) for seed, tokens in enumerate(LENGTHS)]
+    rows = rows_of(tmp_path / "rows", *rows_read)
     file = tmp_path / "prompts.jsonl"
     settings = {"ranks": 2, "total_seq_len": 16, "seed": 7, "train_data_ratio": 0.8}
     report = write_prompts(Path(rows), file, min_loss_tokens=5, **settings)
@@ -88,5 +89,22 @@ def test_prompts_are_what_the_trainer_will_read(tmp_path: Path) -> None:
     with pytest.raises(Refused, match=r"ask for none of 20 rows"):
         write_prompts(Path(rows), tmp_path / "none", min_loss_tokens=99, **settings)
     assert not (tmp_path / "none").exists()
+    with pytest.raises(Refused, match=r"none of .* row.* has a token to learn"):
+        write_prompts(
+            Path(rows_of(tmp_path / "idle", *rows_read, prompt_tokens=12)),
+            tmp_path / "none",
+            min_loss_tokens=5,
+            **settings,
+        )
+    assert not (tmp_path / "none").exists()
     with pytest.raises(Refused, match="nowhere is no folder of rows"):
         write_prompts(tmp_path / "nowhere", file, min_loss_tokens=5, **settings)
+
+
+def test_what_a_batch_cuts_off_is_not_learnt_from(tmp_path: Path) -> None:
+    rows = Path(rows_of(tmp_path / "rows", *((8, seed) for seed in range(20)), prompt_tokens=4))
+    settings = {"ranks": 1, "seed": 7, "train_data_ratio": 0.8, "min_loss_tokens": 3}
+    whole = write_prompts(rows, tmp_path / "whole", total_seq_len=8, **settings)
+    assert whole.prompts == 20
+    with pytest.raises(Refused, match=r"ask for none of 20 rows .* 20 of them having fewer than 3"):
+        write_prompts(rows, tmp_path / "cut", total_seq_len=6, **settings)

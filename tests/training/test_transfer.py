@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+import struct
 import threading
 from pathlib import Path
 
@@ -11,23 +13,23 @@ import torch
 from datasets import Dataset
 
 from stagetap import Refused, SampleNotFound, TruncatedFragment, open_dataset
-from stagetap.errors import ForeignStore
+from stagetap.errors import ForeignStore, NonFinite
 from stagetap.training.rows import write_rows
 from stagetap.training.transfer import Source, StageTapTransfer
-from store_samples import Engine, states, tapped, token_ids
+from store_samples import HIDDEN, Engine, states, tapped, token_ids
 from training.conftest import Export
 
 
-def source(store: Path, wait_s: float = 0, run: str | None = None) -> Source:
-    return Source(uri=str(store), run=run, stream="residual", verify=True, wait_s=wait_s)
+def source(store: Path, wait_s: float = 0, run: str | None = None, verify: bool = True) -> Source:
+    return Source(uri=str(store), run=run, stream="residual", verify=verify, wait_s=wait_s)
 
 
-def rows_of(folder: Path, *rows: tuple[int, int]) -> str:
+def rows_of(folder: Path, *rows: tuple[int, int], prompt_tokens: int = 0) -> str:
     """A data folder as ``speculators prepare-data`` writes it; (tokens, seed) of each row."""
     ids = [token_ids(tokens, seed) for tokens, seed in rows]
     columns = {
         "input_ids": ids,
-        "loss_mask": [[1] * len(each) for each in ids],
+        "loss_mask": [[int(at >= prompt_tokens) for at in range(len(each))] for each in ids],
         "seq_len": [len(each) for each in ids],
     }
     Dataset.from_dict(columns).with_format("torch").save_to_disk(folder)
@@ -124,6 +126,40 @@ def test_a_broken_sample_is_no_missing_one(store: Path, export: Export, tmp_path
     transfer = StageTapTransfer(source(store), rows, (0, 2, 4, 6), may_miss=True)
     with pytest.raises(TruncatedFragment, match="'a'"):
         transfer.get_cached(0)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_states_that_are_no_numbers(
+    store: Path, export: Export, tmp_path: Path, value: float
+) -> None:
+    export("a", 7, 0)
+    export("b", 7, 1)
+    _write_value(store, "b", layer=4, token=3, value=value)
+    rows = rows_of(tmp_path / "rows", (7, 0), (7, 1))
+    unread = StageTapTransfer(source(store, verify=False), rows, (0, 6), may_miss=True)
+    assert unread.get_cached(1) is not None
+    transfer = StageTapTransfer(
+        source(store, verify=False), rows, (4, 2, 6), may_miss=True, remove=True
+    )
+    with pytest.raises(NonFinite, match=rf"'b' of run .* token 3 at layer 4 is {value}: .*verify"):
+        transfer.get_cached(1)
+    assert transfer.get_cached(0) is not None
+    assert open_dataset(store).sample_ids == ["b"]
+
+
+def _write_value(store: Path, sample_id: str, layer: int, token: int, value: float) -> None:
+    """Put a value in the place of a state's first element, as a capture that keeps it would."""
+    for fragment in open_dataset(store)[sample_id].manifest.fragments:
+        layers = [each.id for each in fragment.layers]
+        if layer in layers:
+            path = store / fragment.path
+            with path.open("r+b") as file:
+                (head_bytes,) = struct.unpack("<Q", file.read(8))
+                head = json.loads(file.read(head_bytes))
+                start = next(each for each in head.values() if each.get("dtype") == "BF16")
+                place = (token * len(layers) + layers.index(layer)) * HIDDEN
+                file.seek(8 + head_bytes + start["data_offsets"][0] + 2 * place)
+                file.write(torch.tensor(value).bfloat16().view(torch.int16).numpy().tobytes())
 
 
 def test_one_sample_in_two_runs(store: Path, tmp_path: Path) -> None:

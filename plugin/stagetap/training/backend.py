@@ -14,6 +14,7 @@ from stagetap.taps import STREAM_MIXTURE, STREAM_PREFIX_SUM, STREAM_RESIDUAL
 from stagetap.training.metrics_file import write_metrics_to
 from stagetap.training.reads import check_dataset, check_target, draft_reads
 from stagetap.training.summary import say_at_the_end
+from stagetap.training.training_rows import check_learnt_from
 from stagetap.training.transfer import Source, StageTapTransfer
 from stagetap.wording import counted
 
@@ -122,13 +123,19 @@ class StageTapBackend(HiddenStatesBackend):
             data_path,
             reads.columns,
             may_miss=args.on_missing in ("skip", "warn"),
+            total_seq_len=args.total_seq_len,
             min_loss_tokens=args.stagetap_min_loss_tokens,
             remove=remove,
         )
-        short = _leave_out_short_rows(transfer, data_path, args.stagetap_min_loss_tokens)
+        loss_tokens = transfer.loss_tokens()
+        check_learnt_from(loss_tokens, data_path, args.total_seq_len)
+        short = _short_rows(loss_tokens, data_path, args.stagetap_min_loss_tokens)
+        if remove:
+            _check_each_row_once(transfer, data_path)
         _check_rows(transfer, source, data_path)
         if get_rank() == 0:
             if short is not None:
+                logger.info(short)
                 say_at_the_end(short)
             # Behind speculators' own set-up of logging, which would drop it.
             if args.stagetap_metrics is not None:
@@ -141,21 +148,33 @@ class StageTapBackend(HiddenStatesBackend):
         raise Refused("start the engine with stagetap serve or stagetap capture")
 
 
-def _leave_out_short_rows(
-    transfer: StageTapTransfer, data_path: str, min_loss_tokens: int
-) -> str | None:
-    """How many rows are left out for being short; None where that was not asked for."""
+def _short_rows(loss_tokens: list[int], data_path: str, min_loss_tokens: int) -> str | None:
+    """What there is to say of rows with too few tokens to learn from; None of none unasked.
+
+    Raises:
+        Refused: all of them are left out.
+    """
+    rows = f"{counted(len(loss_tokens), 'row')} of {data_path}"
     if not min_loss_tokens:
-        return None
-    short = transfer.short_rows()
+        idle = loss_tokens.count(0)
+        return f"{idle} of {rows} have no token to learn from" if idle else None
+    short = sum(tokens < min_loss_tokens for tokens in loss_tokens)
     found = (
-        f"{short} of {counted(transfer.row_count, 'row')} of {data_path} left out for having fewer "
-        f"than {min_loss_tokens} tokens to learn from"
+        f"{short} of {rows} left out for having fewer than {min_loss_tokens} tokens to learn from"
     )
-    if short == transfer.row_count:
+    if short == len(loss_tokens):
         raise Refused(f"{found}: nothing is left to train on; give a lower number, or longer rows")
-    logger.info(found)
     return found
+
+
+def _check_each_row_once(transfer: StageTapTransfer, data_path: str) -> None:
+    """Refuse rows of which the second would find its sample removed."""
+    if (repeated := transfer.repeated_rows()) is not None:
+        raise Refused(
+            f"--stagetap-after-read remove: rows {repeated[0]} and {repeated[1]} of {data_path} "
+            "have the same tokens, and the second would find nothing: write each of them once, or "
+            "keep the samples"
+        )
 
 
 def _check_rows(transfer: StageTapTransfer, source: Source, data_path: str) -> None:

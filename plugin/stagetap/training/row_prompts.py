@@ -8,6 +8,7 @@ from pathlib import Path
 
 from stagetap.errors import Refused
 from stagetap.training.order import asked_rows
+from stagetap.training.training_rows import TrainingRows, check_learnt_from
 
 
 @dataclass(frozen=True)
@@ -42,38 +43,28 @@ def write_prompts(
     Arguments as :func:`asked_rows`, and ``min_loss_tokens`` as the trainer is given it.
 
     Raises:
-        Refused: there are no such rows, the file cannot be written, or it would be empty.
+        Refused: there are no such rows, one contradicts itself, none is learnt from, the file
+            cannot be written, or it would be empty.
     """
-    from datasets import load_from_disk
-
-    try:
-        table = load_from_disk(str(rows)).with_format("numpy")
-    except (OSError, ValueError) as error:
-        raise Refused(
-            f"{rows} is no folder of rows ({error}): give one of stagetap rows or speculators "
-            "prepare-data"
-        ) from None
-    order = asked_rows(
-        table.with_format(None)["seq_len"][:], ranks, total_seq_len, seed, train_data_ratio
-    )
-    prompts = tokens = too_few = 0
-    try:
-        with file.open("x", encoding="utf-8") as out:
-            for position in order:
-                row = table[position]
-                if int(row["loss_mask"].sum()) < min_loss_tokens:
-                    too_few += 1
-                    continue
-                ids = row["input_ids"].tolist()
-                prompts, tokens = prompts + 1, tokens + len(ids)
-                print(json.dumps({"id": f"row-{position}", "prompt_token_ids": ids}), file=out)
-    except OSError as error:
-        raise Refused(f"{file} cannot be written ({error.strerror}): name another --out") from None
-    if not prompts:
-        file.unlink()
+    table = TrainingRows(rows, total_seq_len)
+    order = asked_rows(table.lengths(), ranks, total_seq_len, seed, train_data_ratio)
+    loss_tokens = {position: table[position].loss_tokens for position in order}
+    check_learnt_from(loss_tokens.values(), rows, total_seq_len)
+    kept = [position for position in order if loss_tokens[position] >= min_loss_tokens]
+    too_few = len(order) - len(kept)
+    if not kept:
         raise Refused(
             f"the trainer would ask for none of {len(table)} rows of {rows}, {too_few} of them "
             f"having fewer than {min_loss_tokens} tokens to learn from: give more rows, or fewer "
             "--ranks"
         )
-    return PromptsReport(prompts, tokens, too_few, len(table) - len(order))
+    tokens = 0
+    try:
+        with file.open("x", encoding="utf-8") as out:
+            for position in kept:
+                ids = table[position].input_ids.tolist()
+                tokens += len(ids)
+                print(json.dumps({"id": f"row-{position}", "prompt_token_ids": ids}), file=out)
+    except OSError as error:
+        raise Refused(f"{file} cannot be written ({error.strerror}): name another --out") from None
+    return PromptsReport(len(kept), tokens, too_few, len(table) - len(order))

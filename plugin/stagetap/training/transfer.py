@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +11,14 @@ import torch
 from hs_connectors import HiddenStatesTransfer
 from speculators.train.recovery import SampleUnavailable
 
-from stagetap.errors import AmbiguousSample, ForeignStore, Refused, SampleNotFound
+from stagetap.errors import AmbiguousSample, ForeignStore, NonFinite, Refused, SampleNotFound
 from stagetap.manifest import token_digest
+from stagetap.publish.finite import first_nonfinite
 from stagetap.reader.dataset import HiddenStatesDataset, open_dataset
 from stagetap.reader.sample import Sample
 from stagetap.stores.base import Invariant, open_store_reader
 from stagetap.training.token_index import TokenIndex
+from stagetap.training.training_rows import TrainingRow, TrainingRows
 
 _POLL_SECONDS = 0.25
 _BEGIN_SECONDS = 3.0  # each look at a run that has not begun is a connection of its own
@@ -72,6 +74,7 @@ class StageTapTransfer(HiddenStatesTransfer):
         data_path: str,
         columns: tuple[int, ...],
         may_miss: bool,
+        total_seq_len: int | None = None,
         min_loss_tokens: int = 0,
         remove: bool = False,
     ) -> None:
@@ -80,6 +83,7 @@ class StageTapTransfer(HiddenStatesTransfer):
             data_path: the folder of rows.
             columns: the draft's taps in its order, and the last tap behind them.
             may_miss: whether a row without a sample is None, and not an error.
+            total_seq_len: tokens of a batch, to which a longer row is cut; None for no limit.
             min_loss_tokens: rows with fewer tokens to learn from are left out.
             remove: whether a sample is removed from the store once it was read.
         """
@@ -91,7 +95,7 @@ class StageTapTransfer(HiddenStatesTransfer):
         self._remove = remove
         self._index = TokenIndex()
         self._dataset: HiddenStatesDataset | None = None
-        self._rows: Any = None
+        self._rows = TrainingRows(data_path, total_seq_len)
 
     def get_cached(self, file_idx: int) -> dict[str, torch.Tensor] | SampleUnavailable | None:
         """The states of one row of the training data, or None when it has no sample.
@@ -102,14 +106,15 @@ class StageTapTransfer(HiddenStatesTransfer):
             passes over, for a row with too few tokens to learn from: its sample is not awaited.
 
         Raises:
-            Refused: several runs hold the sample.
+            Refused: several runs hold the sample, or the row contradicts itself.
             SampleNotFound: there is none, and there has to be one.
+            NonFinite: a state that the draft would read is NaN or Inf.
             StageTapError: there is a sample, and it is not whole.
         """
-        row = self._open_rows()[file_idx]
+        row = self._rows[file_idx]
         if self._is_short(row):
             return SampleUnavailable(reason=f"row {file_idx} has too few tokens to learn from")
-        sample = self._find(token_digest(row["input_ids"]))
+        sample = self._find(token_digest(row.input_ids))
         if sample is None:
             if self.may_miss:
                 return None
@@ -118,6 +123,7 @@ class StageTapTransfer(HiddenStatesTransfer):
                 f"{self._waited}: capture it, or leave it out with --on-missing skip or warn"
             )
         states = torch.stack([sample.layer(column) for column in self._columns], dim=1)
+        self._check_finite(sample, states)
         if self._remove:
             self._open().delete(sample.sample_id)
         return {"hidden_states": states, "token_ids": sample.input_ids}
@@ -129,22 +135,27 @@ class StageTapTransfer(HiddenStatesTransfer):
     def rows_without_sample(self) -> list[int]:
         """Positions of rows that have no sample now, without those that are left out anyway."""
         self._index.learn(self._open())
-        return [
-            position
-            for position, row in enumerate(self._open_rows())
-            if not self._is_short(row) and self._index.find(token_digest(row["input_ids"])) is None
-        ]
+        return [position for position, digest in self._rows_read() if not self._index.find(digest)]
 
-    def short_rows(self) -> int:
-        """How many rows are left out for having too few tokens to learn from."""
-        if not self._min_loss_tokens:
-            return 0
-        return sum(self._is_short(row) for row in self._open_rows())
+    def repeated_rows(self) -> tuple[int, int] | None:
+        """The first two rows of the same tokens, without those that are left out anyway."""
+        first: dict[str, int] = {}
+        for position, digest in self._rows_read():
+            if (earlier := first.setdefault(digest, position)) != position:
+                return earlier, position
+        return None
+
+    def loss_tokens(self) -> list[int]:
+        """How many tokens of each row are learnt from.
+
+        Raises Refused: there are no rows, or one contradicts itself.
+        """
+        return [row.loss_tokens for row in self._rows]
 
     @property
     def row_count(self) -> int:
         """Rows of the training data."""
-        return len(self._open_rows())
+        return len(self._rows)
 
     @property
     def _waited(self) -> str:
@@ -176,16 +187,25 @@ class StageTapTransfer(HiddenStatesTransfer):
             self._dataset = self._source.open()
         return self._dataset
 
-    def _open_rows(self) -> Any:
-        if self._rows is None:
-            from datasets import load_from_disk
+    def _rows_read(self) -> Iterator[tuple[int, str]]:
+        """Position and token digest of every row that is not left out."""
+        for position, row in enumerate(self._rows):
+            if not self._is_short(row):
+                yield position, token_digest(row.input_ids)
 
-            self._rows = load_from_disk(self._data_path).with_format("numpy")
-        return self._rows
+    def _is_short(self, row: TrainingRow) -> bool:
+        return row.loss_tokens < self._min_loss_tokens
 
-    def _is_short(self, row: Mapping[str, Any]) -> bool:
-        return int(row["loss_mask"].sum()) < self._min_loss_tokens
+    def _check_finite(self, sample: Sample, states: torch.Tensor) -> None:
+        if (found := first_nonfinite(states)) is not None:
+            token, column, value = found
+            raise NonFinite(
+                f"sample {sample.sample_id!r} of run {sample.manifest.run_id!r}: the state of "
+                f"token {token} at layer {self._columns[column]} is {value}: see with stagetap "
+                "verify whether it was captured so; capture it again, or delete it and train with "
+                "--on-missing skip"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         # A connection is of one process; the index is worth sending.
-        return self.__dict__ | {"_dataset": None, "_rows": None}
+        return self.__dict__ | {"_dataset": None}
