@@ -49,6 +49,29 @@ def test_two_steps_from_a_file_store(store: Path, rows: Path, target: Path, tmp_
     assert len(open_dataset(store)) <= 2  # a row is a batch here, and was removed as it was read
 
 
+@pytest.mark.slow
+def test_it_goes_on_with_its_own_draft_alone(
+    store: Path, rows: Path, target: Path, tmp_path: Path
+) -> None:
+    common = [
+        *DSPARK,
+        *("--verifier-name-or-path", target, "--data-path", rows, "--train-data-ratio", "0.75"),
+        *("--hidden-states-backend", "stagetap", "--stagetap-store", store),
+        *("--save-path", tmp_path / "draft"),
+    ]
+    for epochs in ("1", "2"):
+        ended = train(*common, "--epochs", epochs, cwd=tmp_path)
+        assert ended.returncode == 0, ended.stderr[-4000:]
+    assert (tmp_path / "draft/1/model.safetensors").is_file()
+    ended = train(*common, "--epochs", "3", "--target-layer-ids", "2", "4", cwd=tmp_path)
+    assert ended.returncode == 2, ended.stderr[-4000:]
+    assert ended.stderr.splitlines()[-1] == (
+        f"stagetap: refused: {tmp_path}/draft/1, which training would go on with, is of a draft "
+        "with taps [4, 2], this one has [2, 4]: give the same draft, or another --save-path"
+    )
+    assert not (tmp_path / "draft/2").exists()
+
+
 def test_a_dataset_that_no_backend_would_read(tmp_path: Path) -> None:
     ended = train("--stagetap-store", "dataset", cwd=tmp_path)
     assert ended.returncode == 2

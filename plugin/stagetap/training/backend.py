@@ -13,6 +13,7 @@ from stagetap.errors import Refused
 from stagetap.taps import STREAM_MIXTURE, STREAM_PREFIX_SUM, STREAM_RESIDUAL
 from stagetap.training.metrics_file import write_metrics_to
 from stagetap.training.reads import check_dataset, check_target, draft_reads
+from stagetap.training.resume import check_resumed
 from stagetap.training.summary import say_at_the_end
 from stagetap.training.training_rows import check_learnt_from
 from stagetap.training.transfer import Source, StageTapTransfer
@@ -90,7 +91,8 @@ class StageTapBackend(HiddenStatesBackend):
         """The transfer of these arguments, its dataset held against draft and rows.
 
         Raises:
-            Refused: no dataset was named, or it does not fit draft, target or rows.
+            Refused: no dataset was named, it does not fit draft, target or rows, or the checkpoint
+                to go on with is of another draft.
             StageTapError: as ``open_dataset``.
         """
         if args.stagetap_store is None:
@@ -107,6 +109,7 @@ class StageTapBackend(HiddenStatesBackend):
                 "find nothing: give --epochs 1, or keep the samples"
             )
         reads = draft_reads(args)
+        check_resumed(args, reads)
         source = Source(
             uri=args.stagetap_store,
             run=args.stagetap_run,

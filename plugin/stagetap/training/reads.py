@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from stagetap.errors import Refused
 from stagetap.fingerprint import weights_fingerprint
@@ -51,8 +52,21 @@ def draft_reads(args: argparse.Namespace) -> DraftReads:
     )
 
 
-def _taps_and_stream(args: argparse.Namespace) -> tuple[list[int], str]:
+def draft_config(speculator_type: str, name_or_path: str | Path) -> Any:
+    """speculators' configuration of a saved draft. Raises what reading one raises."""
     from speculators import SpeculatorModel
+
+    return SpeculatorModel.registry[speculator_type].config_class.from_pretrained(name_or_path)
+
+
+def saved_taps(config: Any) -> list[int] | None:
+    """The taps that a draft of this configuration reads, in its order, if it says them."""
+    return getattr(config, "aux_hidden_state_layer_ids", None) or getattr(
+        config, "eagle_aux_hidden_state_layer_ids", None
+    )
+
+
+def _taps_and_stream(args: argparse.Namespace) -> tuple[list[int], str]:
     from speculators.models.utils import resolve_target_layer_ids
 
     from stagetap.drafts.k3_dspark import K3DSparkConfig
@@ -64,11 +78,7 @@ def _taps_and_stream(args: argparse.Namespace) -> tuple[list[int], str]:
         return config.tap_ids, config.stream
     taps = args.target_layer_ids
     if args.from_pretrained:
-        kind = SpeculatorModel.registry[args.speculator_type].config_class
-        saved = kind.from_pretrained(args.from_pretrained)
-        taps = getattr(saved, "aux_hidden_state_layer_ids", None) or getattr(
-            saved, "eagle_aux_hidden_state_layer_ids", None
-        )
+        taps = saved_taps(draft_config(args.speculator_type, args.from_pretrained))
     return (
         resolve_target_layer_ids(
             taps, args.verifier_name_or_path, trust_remote_code=args.trust_remote_code
