@@ -84,6 +84,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     # On CPU vLLM itself knows no sleep mode; elsewhere `test_a_worker_does_not_sleep` holds too.
     "sleep mode": ({"engine": {"enable_sleep_mode": True}}, ["leep mode"]),
+    "offloading": ({"engine": {"kv_offloading_size": 1.0}}, ["drop --kv-offloading-size"]),
     "weight transfer": (
         {"engine": {"weight_transfer_config": {"backend": "nccl"}}},
         ["--weight-transfer-config"],

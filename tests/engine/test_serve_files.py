@@ -52,6 +52,23 @@ WRONG = {
     ),
     "no such host": (f"{CAPTURE}node-rank: 1\n", "node-rank is 1, nnodes 1"),
     "hosts": (f"{CAPTURE}nnodes: 2\nmaster-addr: a\n", "nnodes is 2, more than"),
+    "speculation": (f"{CAPTURE}spec-method: ngram\n", "drop --speculative-config"),
+    "speculation in one": (
+        f"{CAPTURE}speculative-config: {{method: ngram, num_speculative_tokens: 2}}\n",
+        "drop --speculative-config",
+    ),
+    "adapters": (f"{CAPTURE}enable-lora: true\n", "drop --enable-lora"),
+    "sleep": (f"{CAPTURE}enable-sleep-mode: true\n", "drop --enable-sleep-mode"),
+    "other weights": (
+        f"{CAPTURE}weight-transfer-config: {{backend: nccl}}\n",
+        "drop --weight-transfer-config",
+    ),
+    "half steps": (f"{CAPTURE}ubatch-size: 2\n", "microbatching"),
+    "offloading": (f"{CAPTURE}kv-offloading-size: 1\n", "drop --kv-offloading-size"),
+    "pooling": (f"{CAPTURE}runner: pooling\n", "--runner generate"),
+    "embeddings": (f"{CAPTURE}convert: embed\n", "--runner generate"),
+    "scheduler": (f"{CAPTURE}scheduler-cls: a.B\n", "drop --scheduler-cls"),
+    "worker": (f"{CAPTURE}worker-cls: a.B\n", "drop --worker-cls"),
     "no capture": ("max-num-seqs: 4\n", "captures nothing"),
 }
 
@@ -121,6 +138,17 @@ def test_the_doctor_finds_the_mooncake_file_well() -> None:
     assert checks["connector"]["found"].startswith("StageTapConnector is stagetap.")
     assert "TapWorker" in checks["pipeline stages"]["found"]
     assert checks["flags"]["found"].endswith("in the help of vllm serve")
+
+
+def test_the_doctor_asks_the_class_of_a_k3_draft(tmp_path: Path) -> None:
+    draft = tmp_path / "config.json"
+    shape = json.loads((ROOT / "configs/drafts/kimi_k3_dspark_mla.json").read_text("utf-8"))
+    taps = {"target_layer_ids": [1, 14, 26], "num_target_layers": 3}
+    draft.write_text(json.dumps(shape | taps | {"markov_head_type": "gated"}))
+    code, checks, _ = doctor(FOLDER / "two_stages.yaml", "--static", "--draft", str(draft))
+    assert code == 1
+    assert [name for name, each in checks.items() if not each["ok"]] == ["draft and trainer"]
+    assert "markov_head_type is 'gated'" in checks["draft and trainer"]["found"]
 
 
 def test_the_doctor_names_what_does_not_go_together(tmp_path: Path) -> None:

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from stagetap.cli.model_facts import ModelFacts, model_facts, read_config
 from stagetap.cli.packages import cure_of
-from stagetap.config_values import MAX_SIZE
+from stagetap.config_file import config_file, read_config_file
+from stagetap.config_values import MAX_SIZE, ConfigValues
 from stagetap.errors import Refused, StageTapError
 from stagetap.findings import SEE_FOUND, Finding
+from stagetap.incompatible import check_features
 from stagetap.layer_choice import choose_layers, read_draft
 from stagetap.models import resolve_model
 from stagetap.options import CONNECTOR_NAME, ConnectorOptions, connector_options
@@ -27,7 +29,9 @@ from stagetap.plan.couplings import (
 )
 from stagetap.plan.layout import check_layout
 from stagetap.plan.parallel import Parallel
+from stagetap.recipe.commands import DRAFT_TYPE
 from stagetap.stores.mooncake_uri import is_mooncake, parse_seconds, parse_size, parse_uri
+from stagetap.training.acceptance import check_built
 from stagetap.wording import one_line, shortened, shown
 
 if TYPE_CHECKING:
@@ -82,11 +86,12 @@ def _checked(file: Path, draft: Path | None, expected: Expected) -> Iterator[Fin
             f"{shortened(str(file), 200)} is no file; give one for vllm serve --config, or a recipe"
         )
     from stagetap.engine.parallel import check_parallel
-    from stagetap.engine.serve_file import read_serve_file
+    from stagetap.engine.serve_file import asked_features, read_serve_file
 
     arguments = read_serve_file(file)
     _check_counts(file, arguments)
     check_parallel(arguments)
+    check_features(asked_features(arguments))
     for name in ("hf_overrides", "hf_config_path"):
         if getattr(arguments, name):
             raise Refused(
@@ -179,7 +184,11 @@ def _served(arguments: AsyncEngineArgs, options: ConnectorOptions, facts: ModelF
 
 
 def _check_draft(served: Served, draft: Path) -> Iterator[Finding]:
-    yield from check_draft(served, read_draft(str(draft), served.num_hidden_layers), str(draft))
+    where = str(draft)
+    yield from check_draft(served, read_draft(where, served.num_hidden_layers), where)
+    config = read_config_file(config_file(where))
+    if ConfigValues(config, where).text("model_type") == DRAFT_TYPE:
+        yield from check_built(where, config)
 
 
 def _number(option: str, text: str | None, read: Any) -> Any:

@@ -21,7 +21,6 @@ from stagetap.plan.parallel import Parallel
 from stagetap.recipe.checks import Told, check_recipe
 from stagetap.recipe.commands import DRAFT_TYPE, Start, starts, store_uri, train_command
 from stagetap.recipe.document import Recipe, is_recipe, read_recipe
-from stagetap.recipe.extra_arguments import has_expert_parallel
 from stagetap.stores.mooncake_uri import parse_uri
 from stagetap.training.acceptance import check_training
 from stagetap.wording import one_line, shortened, shown
@@ -85,7 +84,7 @@ def _told(recipe: Recipe) -> Told:
             f"target {shown(recipe.target)}: no config.json here says its num_hidden_layers; give "
             "a folder with one"
         )
-    parallel = Parallel(engines.pp, engines.tp, has_expert_parallel(engines))
+    parallel = Parallel(engines.pp, engines.tp, engines.expert_parallel)
     where = f"config.json of {shortened(recipe.target, 200)}"
     check_layout(config, where, parallel, engines.max_len, _OPTIONS)
     layers = choose_layers(engines.layers, facts.num_hidden_layers)

@@ -13,6 +13,18 @@ from stagetap.engine.parallel import check_parallel
 from stagetap.engine.refusal import announced
 from stagetap.engine.series import check_series
 from stagetap.errors import Refused
+from stagetap.incompatible import (
+    KV_OFFLOADING,
+    LORA,
+    MICROBATCHES,
+    NO_GENERATION,
+    OTHER_SCHEDULER,
+    OTHER_WORKER,
+    SLEEP_MODE,
+    SPECULATION,
+    WEIGHT_TRANSFER,
+    check_features,
+)
 from stagetap.layer_choice import choose_layers
 from stagetap.options import CONNECTOR_NAME, ConnectorOptions, connector_options
 from stagetap.partition import engine_stages
@@ -39,6 +51,14 @@ def uses_stagetap(config: VllmConfig) -> bool:
     """Whether this engine's connector is ours."""
     transfer = config.kv_transfer_config
     return transfer is not None and transfer.has_connector(CONNECTOR_NAME)
+
+
+def _lost_connector(config: VllmConfig) -> bool:
+    """Whether vLLM's offloading stands in the place of our connector, with our options left."""
+    transfer = config.kv_transfer_config
+    if transfer is None or config.cache_config.kv_offloading_size is None:
+        return False
+    return {"layers", "store"} <= transfer.kv_connector_extra_config.keys()
 
 
 def options_of(config: VllmConfig) -> ConnectorOptions:
@@ -85,6 +105,8 @@ def configure(config: VllmConfig) -> None:
     Raises:
         Refused: see ``docs/requests.md``.
     """
+    with announced():
+        check_features({KV_OFFLOADING: _lost_connector(config)})
     if not uses_stagetap(config):
         return
     with announced():
@@ -127,10 +149,7 @@ def _check_runner(config: VllmConfig) -> None:
             f"{_released_architecture(config)} generates no text: it is an encoder or an embedding "
             "model; capture takes decoder-only models"
         )
-    raise Refused(
-        f"a {model.runner_type} engine has no prompts to capture; say --runner generate, or leave "
-        "the argument out"
-    )
+    raise Refused(NO_GENERATION.refused)
 
 
 def _check_engine(config: VllmConfig) -> None:
@@ -147,26 +166,16 @@ def _check_engine(config: VllmConfig) -> None:
             f"{_released_architecture(config)} has an encoder and a decoder, and its prompt runs "
             "through the former; capture takes decoder-only models"
         )
-    if config.speculative_config is not None:
-        raise Refused(
-            "capture beside speculative decoding is not in this version; drop "
-            "--speculative-config (StageTap itself needs none)"
-        )
-    if config.model_config.enable_sleep_mode:
-        raise Refused(
-            "sleep mode takes the pages of requests under way and is not in this version; drop "
-            "--enable-sleep-mode"
-        )
-    if config.weight_transfer_config is not None:
-        raise Refused(
-            "weight updates would make manifests name other weights than were run; drop "
-            "--weight-transfer-config and start an engine per checkpoint"
-        )
-    if config.lora_config is not None:
-        raise Refused("capture with LoRA adapters is not in this version; drop --enable-lora")
+    check_features(
+        {
+            SPECULATION: config.speculative_config is not None,
+            SLEEP_MODE: config.model_config.enable_sleep_mode,
+            WEIGHT_TRANSFER: config.weight_transfer_config is not None,
+            LORA: config.lora_config is not None,
+            MICROBATCHES: parallel.use_ubatching,
+        }
+    )
     check_parallel(parallel)
-    if parallel.enable_dbo or parallel.use_ubatching:
-        raise Refused("microbatching splits a step's rows; drop --enable-dbo and ubatch sizes")
 
 
 def _released_architecture(config: VllmConfig) -> str:
@@ -214,15 +223,9 @@ def _choose_classes(config: VllmConfig) -> None:
     parallel, scheduling = config.parallel_config, config.scheduler_config
     if parallel.worker_cls not in WORKERS.values():
         if parallel.worker_cls not in WORKERS:
-            raise Refused(
-                f"worker class {parallel.worker_cls} is not one that StageTap can stand in for; "
-                "drop --worker-cls, or use the CPU or CUDA platform"
-            )
+            raise Refused(f"worker class {parallel.worker_cls}: {OTHER_WORKER.refused}")
         parallel.worker_cls = WORKERS[parallel.worker_cls]
     ours = ASYNC_SCHEDULER if scheduling.async_scheduling else SCHEDULER
     if scheduling.scheduler_cls not in (None, ours):
-        raise Refused(
-            f"scheduler class {scheduling.scheduler_cls} would not hold an output back until its "
-            "sample is committed; drop --scheduler-cls"
-        )
+        raise Refused(f"scheduler class {scheduling.scheduler_cls}: {OTHER_SCHEDULER.refused}")
     scheduling.scheduler_cls = ours

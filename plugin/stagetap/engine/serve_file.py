@@ -5,7 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from stagetap.engine.configure import ASYNC_SCHEDULER, SCHEDULER, WORKERS
 from stagetap.errors import Refused, StageTapError
+from stagetap.incompatible import (
+    KV_OFFLOADING,
+    LORA,
+    MICROBATCHES,
+    NO_GENERATION,
+    OTHER_SCHEDULER,
+    OTHER_WORKER,
+    SLEEP_MODE,
+    SPECULATION,
+    WEIGHT_TRANSFER,
+    Feature,
+)
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs
@@ -45,3 +58,20 @@ def read_serve_file(file: Path) -> AsyncEngineArgs:
     except (StageTapError, OSError, ValueError) as error:
         said = " ".join(str(error).split())
         raise Refused(f"{file} is no configuration for vllm serve: {said}") from None
+
+
+def asked_features(arguments: AsyncEngineArgs) -> dict[Feature, bool]:
+    """What the engine would refuse on its finished configuration, as its arguments ask for it."""
+    spelled_out = (arguments.spec_method, arguments.spec_model, arguments.spec_tokens)
+    return {
+        SPECULATION: any(each is not None for each in (arguments.speculative_config, *spelled_out)),
+        SLEEP_MODE: arguments.enable_sleep_mode,
+        WEIGHT_TRANSFER: arguments.weight_transfer_config is not None,
+        LORA: arguments.enable_lora,
+        MICROBATCHES: arguments.enable_dbo or arguments.ubatch_size > 1,
+        KV_OFFLOADING: arguments.kv_offloading_size is not None,
+        NO_GENERATION: arguments.runner not in ("auto", "generate")
+        or arguments.convert not in ("auto", "none"),
+        OTHER_SCHEDULER: arguments.scheduler_cls not in (None, SCHEDULER, ASYNC_SCHEDULER),
+        OTHER_WORKER: arguments.worker_cls not in ("auto", *WORKERS, *WORKERS.values()),
+    }

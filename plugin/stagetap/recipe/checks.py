@@ -71,6 +71,7 @@ def check_recipe(recipe: Recipe, told: Told) -> Iterator[Finding]:
     yield from check_target(told.draft, recipe.draft, told.hidden_size, told.vocab_size)
     yield from check_taps(recipe, told)
     yield check_stream(recipe, told)
+    yield check_captures(told.options)
     yield check_blocks(recipe, told.draft)
     yield check_lengths(recipe)
     yield from check_segments(recipe, told)
@@ -156,6 +157,23 @@ def check_stream(recipe: Recipe, told: Told) -> Finding:
         found += f"; the target {recipe.target} has one residual stream"
         return Finding(check, found, "name the target that this draft is for")
     return Finding(check, found)
+
+
+def check_captures(options: ConnectorOptions) -> Finding:
+    """Whether each prompt that the engines run becomes a sample, and one that can be trained on."""
+    found = (
+        f"engines.options: export_default is {options.export_default}, "
+        f"on_nonfinite {options.on_nonfinite}"
+    )
+    cure = None
+    if options.export_default != "on":
+        cure = (
+            'set export_default to "on": the trainer would wait for prompts that do not ask to be '
+            "captured"
+        )
+    elif options.on_nonfinite != "fail":
+        cure = "set on_nonfinite to fail: a draft would be trained on NaN and Inf"
+    return Finding("captured prompts", found, cure)
 
 
 def check_blocks(recipe: Recipe, draft: Mapping[str, Any]) -> Finding:

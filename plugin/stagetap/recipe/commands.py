@@ -40,6 +40,10 @@ ENGINE_KEYS = {
     **{flag: _KEYS.get(place, f"{place} of stagetap serve") for flag, place in PROTECTED.items()},
     "--max-num-seqs": "engines.max-num-seqs",
     "--stagetap-options": "engines.options",
+    **dict.fromkeys(
+        ("--enable-expert-parallel", "--no-enable-expert-parallel", "-ep"),
+        "engines.expert-parallel",
+    ),
 }
 """Flags of vLLM that an engine's further arguments may not say -> what says them."""
 
@@ -163,6 +167,7 @@ def _engines(recipe: Recipe, uri: str) -> list[Start]:
     variables = {STREAM_MIXTURE: "1", STREAM_PREFIX_SUM: "0"}
     environment = {MIXTURE_ENV: variables[engines.stream]} if engines.stream in variables else {}
     options = ["--stagetap-options", json.dumps(engines.options)] if engines.options else []
+    experts = ["--enable-expert-parallel"] if engines.expert_parallel else []
     return [
         Start(
             node,
@@ -175,6 +180,7 @@ def _engines(recipe: Recipe, uri: str) -> list[Start]:
                 *(("--nnodes", str(len(nodes)), "--node-rank", str(rank)) if nodes[1:] else ()),
                 *(("--master-addr", nodes[0]) if nodes[1:] else ()),
                 *("--", "--max-num-seqs", str(engines.max_num_seqs), *options),
+                *experts,
                 *engines.extra_args,
             ],
             environment,

@@ -44,7 +44,8 @@ class Engines(_Section, frozen=True, kw_only=True):
         max_len: ``--max-len``.
         max_num_seqs: vLLM's ``--max-num-seqs``, of each engine.
         options: ``--stagetap-options``.
-        extra_args: further arguments of ``vllm serve``.
+        expert_parallel: vLLM's ``--enable-expert-parallel``: whole experts on a rank.
+        extra_args: further arguments of ``vllm serve`` that change none of what it captures.
     """
 
     nodes: list[list[str]]
@@ -56,6 +57,7 @@ class Engines(_Section, frozen=True, kw_only=True):
     max_len: Count
     max_num_seqs: Count
     options: dict[str, Any] = {}
+    expert_parallel: bool = False
     extra_args: list[str] = []
 
 

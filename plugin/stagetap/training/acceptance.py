@@ -24,16 +24,29 @@ def check_training(
         draft: its ``config.json``.
         command: ``stagetap train`` and its arguments.
     """
-    if not all(map(find_spec, ("hs_connectors", "speculators", "torch"))):
+    if not _is_installed():
         yield Finding(_CHECK, "not told: speculators is not installed here")
         return
-    if refused := _refused_draft(draft):
-        yield Finding(_CHECK, f"{where}: {refused}", "change that in the draft's config.json")
+    if wrong := [*check_built(where, draft)]:
+        yield from wrong
     elif refused := _refused_arguments(command[2:]):
         cure = "`stagetap train --help` has those of trainer.extra-args that it takes"
         yield Finding(_CHECK, f"stagetap train: {refused}", cure)
     else:
         yield Finding(_CHECK, "speculators takes the draft and the arguments of stagetap train")
+
+
+def check_built(where: str, draft: Mapping[str, Any]) -> Iterator[Finding]:
+    """What the class that is trained refuses of a draft; nothing without speculators to ask.
+
+    Arguments as :func:`check_training`.
+    """
+    if _is_installed() and (refused := _refused_draft(draft)):
+        yield Finding(_CHECK, f"{where}: {refused}", "change that in the draft's config.json")
+
+
+def _is_installed() -> bool:
+    return all(map(find_spec, ("hs_connectors", "speculators", "torch")))
 
 
 def _refused_draft(draft: Mapping[str, Any]) -> str | None:

@@ -218,9 +218,25 @@ def test_engines_of_different_sizes(tmp_path: Path) -> None:
         ("engines__extra_args", "--port", "--port of stagetap serve"),
         ("engines__extra_args", "--max-num-seqs", "engines.max-num-seqs"),
         ("engines__extra_args", "--stagetap-options", "engines.options"),
+        ("engines__extra_args", "--enable-expert-parallel", "engines.expert-parallel"),
+        ("engines__extra_args", "-ep", "engines.expert-parallel"),
         ("trainer__extra_args", "--epochs", "the recipe's own --epochs"),
         ("trainer__extra_args", "--stagetap-wait-s=1", "the recipe's own --stagetap-wait-s"),
         ("trainer__extra_args", "--draft-config", "the recipe's own --draft-config"),
+        ("trainer__extra_args", "--epo=2", "the recipe's own --epochs"),
+        ("trainer__extra_args", "--data-p", "the recipe's own --data-path"),
+        ("trainer__extra_args", "--save-path=/x", "the recipe's own --save-path"),
+        ("trainer__extra_args", "--stagetap-stream=prefix_sum", "engines.stream"),
+        ("trainer__extra_args", "--stagetap-sto", "the recipe's own --stagetap-store"),
+        ("trainer__extra_args", "--stagetap-run=x", "store.run"),
+        ("trainer__extra_args", "--stagetap-target", "target"),
+        ("trainer__extra_args", "--stagetap-of-tomorrow", "the recipe's keys"),
+        ("trainer__extra_args", "--from-pretrained=/x", "the draft's config.json"),
+        ("trainer__extra_args", "--target-layer-ids", "the draft's config.json"),
+        ("trainer__extra_args", "--block-size=8", "the draft's config.json"),
+        ("trainer__extra_args", "--block", "the draft's config.json"),
+        ("trainer__extra_args", "--no-enable-conf", "the draft's config.json"),
+        ("trainer__extra_args", "--mooncake-protocol", "store"),
     ],
 )
 def test_extra_arguments_do_not_contradict(
@@ -240,12 +256,33 @@ def test_extra_arguments_do_not_contradict(
         ("--hf-overrides.num_hidden_layers", "target's config.json"),
         ("--hf_config_path", "target's config.json"),
         ("--revision", "target's config.json"),
+        ("-q=fp8", "target's config.json"),
+        ("-qfp8", "target's config.json"),
+        ("--quant", "target's config.json"),
+        ("--model-impl", "target's config.json"),
+        ("--kv-cache-dtype=fp8", "cache of other precision"),
+        ("--mamba_ssm_cache_dtype", "cache of other precision"),
+        ("--kv-sharing-fast-prefill", "skip tokens"),
         ("--data-parallel-size", "each replica in engines.nodes"),
+        ("--data-parallel-external-lb", "each replica in engines.nodes"),
         ("-dp2", "each replica in engines.nodes"),
         ("-dpl", "each replica in engines.nodes"),
         ("--prefill-context-parallel-size", "spread over ranks"),
         ("-dcp2", "spread over ranks"),
         ("-pcp=2", "spread over ranks"),
+        ("--enable-eplb", "experts would lie otherwise"),
+        ("--distributed-executor-backend=ray", "engines.nodes"),
+        ("--speculative-config.method", "speculative decoding"),
+        ("-sc", "speculative decoding"),
+        ("--spec-method=ngram", "speculative decoding"),
+        ("--enable-lora", "LoRA adapters"),
+        ("--enable-sleep-mode", "sleep mode"),
+        ("--weight-transfer-config", "weight updates"),
+        ("--ubatch-size=2", "microbatching"),
+        ("--kv-offloading-size", "offloading connector"),
+        ("--runner", "generates nothing"),
+        ("--scheduler-cls", "another scheduler"),
+        ("--worker-cls", "StageTap stands in"),
         ("--config", "into engines.extra-args"),
     ],
 )
@@ -259,12 +296,86 @@ def test_extra_arguments_do_not_make_another_engine(
 
 
 @pytest.mark.parametrize(
+    ("argument", "cure"),
+    [
+        ("--config=/x.yaml", "into trainer.extra-args"),
+        ("--dump-config", "the trainer would end"),
+        ("--dry", "the trainer would end"),
+    ],
+)
+def test_extra_arguments_do_not_make_another_training(
+    argument: str, cure: str, tmp_path: Path
+) -> None:
+    (finding,) = problems(tmp_path, changed(trainer__extra_args=[argument]))
+    assert finding.found.startswith(f"{argument} among trainer.extra-args ")
+    assert cure in str(finding.cure)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--stagetap-verify", "checksums"],
+        ["--stagetap-v=sizes"],
+        ["--stagetap-metrics=/curve.jsonl"],
+        ["--draft-attn-impl", "sdpa"],
+        ["--confidence-head-alpha", "0.5"],
+        ["--max-steps", "3"],
+        ["--lr=-1"],
+    ],
+)
+def test_extra_arguments_that_the_recipe_leaves_to_the_trainer(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    assert problems(tmp_path, changed(trainer__extra_args=arguments)) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--load-format=dummy"],
+        ["--load-format", "sharded_state"],
+        ["--load_format"],
+        ["--load-format", "auto", "--load-format", "dummy"],
+    ],
+)
+def test_weights_are_the_targets(arguments: list[str], tmp_path: Path) -> None:
+    (finding,) = problems(tmp_path, changed(engines__extra_args=arguments))
+    assert finding.found.startswith(arguments[-2] if arguments[1:] else arguments[0])
+    assert "other weights than the target's" in finding.found
+    assert "say one of auto, " in str(finding.cure)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("export_default", "off", 'set export_default to "on"'),
+        ("on_nonfinite", "store", "set on_nonfinite to fail"),
+    ],
+)
+def test_every_prompt_becomes_a_sample(option: str, value: str, says: str, tmp_path: Path) -> None:
+    (finding,) = problems(tmp_path, changed(**{f"engines__options__{option}": value}))
+    assert finding.check == "captured prompts"
+    assert f"{option} {'is ' if option == 'export_default' else ''}{value}" in finding.found
+    assert says in str(finding.cure)
+
+
+def test_silence_does_not_export(tmp_path: Path) -> None:
+    (finding,) = problems(tmp_path, changed(engines__options={"publish_timeout_s": 170}))
+    assert "export_default is off" in finding.found
+
+
+def test_experts_are_laid_out_as_the_recipe_says(tmp_path: Path) -> None:
+    assert problems(tmp_path, changed(engines__expert_parallel=True)) == []
+
+
+@pytest.mark.parametrize(
     ("arguments", "cure"),
     [
         (["--max-num-batched-tokens", "23"], "a number from 24"),
         (["--max_num_batched_tokens=8k"], "a plain number"),
         (["--max-num-batched-tokens"], "a plain number"),
         (["--max-num-batched-tokens", "9" * 5000], "a number from 24"),
+        (["--max-num-batched-tokens=8192", "--max-num-batched-tokens=23"], "a number from 24"),
     ],
 )
 def test_a_step_has_room_for_every_sequence(
@@ -275,7 +386,14 @@ def test_a_step_has_room_for_every_sequence(
     assert cure in str(finding.cure)
 
 
-@pytest.mark.parametrize("argument", ["-q=fp8", "-dc={}", "-ep", "--enforce-eager", "-cc.mode=0"])
+@pytest.mark.parametrize(
+    "argument",
+    [
+        *("-dc={}", "--enforce-eager", "-cc.mode=0", "-ac.backend=X", "--log-level=debug"),
+        *("--gpu-memory-utilization=0.8", "--load-format=runai_streamer", "--tokenizer=/x"),
+        *("--api-server-count=2", "--moe-backend=triton"),
+    ],
+)
 def test_extra_arguments_that_change_no_sum(argument: str, tmp_path: Path) -> None:
     assert problems(tmp_path, changed(engines__extra_args=[argument])) == []
 
@@ -287,6 +405,9 @@ def test_options_do_not_contradict(tmp_path: Path) -> None:
     assert "store.segment-bytes" in str(finding.cure)
     (finding,) = problems(tmp_path, changed(store__options__host="10.0.0.5"))
     assert "host among options" in finding.found
+    (finding,) = problems(tmp_path, changed(engines__options__run_id="k3-dspark"))
+    assert "run_id among options" in finding.found
+    assert "change store.run" in str(finding.cure)
 
 
 # The draft and the target --------------------------------------------------------------------
