@@ -6,7 +6,8 @@ vLLM is imported, but no engine is started.
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future
+import time
+from concurrent.futures import Future, wait
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 from stagetap.breaker import PROBE_SECONDS, Breaker
 from stagetap.engine import admission
-from stagetap.engine.admission import Admission, Admitted
+from stagetap.engine.admission import HOLD_UP_SECONDS, Admission, Admitted
 from stagetap.engine.metrics import StatsOutbox
 from stagetap.engine.outcome import Outcome
 from stagetap.errors import StoreError
@@ -52,6 +53,7 @@ class Entrance:
         self.breaker = Breaker(FAILURE_LIMIT, lambda: self.now)
         self.outbox = StatsOutbox()
         self.under_way: set[str] = set()
+        self.waiting: dict[str, tuple[str, Future[bool]]] = {}  # by request id
         self.admission = Admission(
             run_id="run",
             store=self.store,  # type: ignore[arg-type]
@@ -70,9 +72,28 @@ class Entrance:
         )
         return self.admission.ask(request)  # type: ignore[arg-type]
 
+    def waits(self, request_id: str, sample_id: str) -> None:
+        """Ask, of a store that does not answer at once."""
+        admitted = self.ask(request_id, sample_id=sample_id)
+        assert isinstance(admitted, Admitted)
+        assert admitted.look is not None
+        self.waiting[request_id] = (sample_id, admitted.look)
+
+    def hear(self, request_id: str, *, time_is_over: bool = False) -> Outcome | None:
+        """What a step hears of a request that waits."""
+        self.admission.look_after_hung_calls()
+        sample_id, look = self.waiting[request_id]
+        return self.admission.hear(request_id, sample_id, look, time_is_over=time_is_over)
+
+    def answer(self) -> None:
+        """The store answers, and all who wait have been looked for."""
+        self.store.answers.set()
+        wait([look for _, look in self.waiting.values()], 30)
+
     def turned_away(self, request_id: str, **stagetap: Any) -> dict[str, Any]:
-        """What a request is told that must not run."""
-        outcome = self.ask(request_id, **stagetap)
+        """What a request is told that must not run, at once or after it waited."""
+        waited = request_id in self.waiting
+        outcome = self.hear(request_id) if waited else self.ask(request_id, **stagetap)
         assert isinstance(outcome, Outcome)
         assert outcome.failed
         assert outcome.request_id == request_id
@@ -100,6 +121,7 @@ def test_an_exporting_request_is_let_in_under_its_id_or_a_new_one(entrance: Entr
     named = entrance.ask("r1", sample_id="a", prefill_only=True)
     assert isinstance(named, Admitted)
     assert named.sample_id == "a"
+    assert named.look is None, "a store that is well holds no request back"
     assert named.options.prefill_only
     generated = {entrance.ask(f"r{n}").sample_id for n in range(2, 5)}
     assert len(generated) == 3
@@ -165,22 +187,87 @@ def test_a_store_that_cannot_say_fails_the_sample_and_counts_for_the_breaker(
     assert entrance.counted("refused") == 1
 
 
+def test_a_look_that_takes_its_time_holds_up_only_its_request(entrance: Entrance) -> None:
+    entrance.store.committed.add("taken")
+    entrance.store.answers.clear()
+    began = time.monotonic()
+    entrance.waits("r0", "a")
+    held_up = time.monotonic()
+    assert held_up - began >= HOLD_UP_SECONDS
+    for number in range(1, 20):
+        entrance.waits(f"r{number}", f"a{number}")
+    entrance.waits("duplicate", "taken")
+    assert time.monotonic() - held_up < 10 * HOLD_UP_SECONDS, "behind a slow look nobody waits"
+    assert entrance.hear("r0") is None
+    entrance.answer()
+    for number in range(20):
+        assert entrance.hear(f"r{number}") is None
+    assert entrance.turned_away("duplicate")["status"] == 400
+    assert entrance.breaker.state == "closed"
+
+
+def test_a_late_no_to_say_suspends_exporting_until_the_store_answers(
+    entrance: Entrance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A master that is gone: each look would wait for it as long as the first one."""
+    monkeypatch.setattr(admission, "PROBE_SECONDS", 0.05)
+    entrance.store.answers.clear()
+    entrance.waits("r1", "a")
+    entrance.store.error = StoreError("the master does not answer")
+    entrance.answer()
+    said = entrance.turned_away("r1")
+    assert said["status"] == 500
+    assert said["error"] == "sample 'a', store /store: the master does not answer"
+    said = entrance.turned_away("r2", sample_id="b")
+    assert (said["status"], said["suspended"]) == (503, True)
+    for part in ("suspended", "/store", "the master does not answer", "resumes by itself"):
+        assert part in said["error"]
+    assert "b" not in entrance.store.looks
+    entrance.store.error = None
+    closed(entrance)
+    assert isinstance(entrance.ask("r3", sample_id="b"), Admitted)
+
+
 def test_a_store_that_does_not_answer_suspends_exporting_until_it_does(
     entrance: Entrance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admission, "LOOK_SECONDS", 0.05)
     entrance.store.answers.clear()
-    said = entrance.turned_away("r1", sample_id="a")
+    entrance.waits("r1", "a")
+    entrance.waits("r2", "b")
+    assert entrance.hear("r1") is entrance.hear("r2") is None
+    monkeypatch.setattr(admission, "LOOK_SECONDS", 0.0)
+    said = entrance.turned_away("r1")
     assert said["status"] == 500
-    assert "does not answer within 0.05 s" in said["error"]
+    assert "does not answer within 0 s" in said["error"]
+    said = entrance.turned_away("r2")
+    assert (said["status"], said["suspended"]) == (503, True)
+    assert "does not answer within 0 s" in said["error"]
     entrance.now += 100 * PROBE_SECONDS
-    assert entrance.turned_away("r2", sample_id="b")["status"] == 503
+    assert entrance.turned_away("r3", sample_id="c")["status"] == 503
     assert entrance.store.looks == ["a"], "a store that hangs is not asked again"
-    entrance.store.answers.set()
     monkeypatch.setattr(admission, "LOOK_SECONDS", 30.0)
+    entrance.answer()
+    closed(entrance)
+    assert isinstance(entrance.ask("r4", sample_id="b"), Admitted)
+
+
+def test_who_waits_when_the_engine_stops_fails_by_name(entrance: Entrance) -> None:
+    entrance.store.answers.clear()
+    entrance.waits("r1", "a")
+    outcome = entrance.hear("r1", time_is_over=True)
+    assert outcome is not None
+    assert outcome.params["status"] == 500
+    for part in ("'a'", "/store", "shutting down"):
+        assert part in outcome.params["error"]
+    entrance.answer()
+
+
+def closed(entrance: Entrance) -> None:
+    """Look, as each step does, until exporting is not suspended any more."""
+    deadline = time.monotonic() + 30
     while entrance.breaker.state != "closed":
+        assert time.monotonic() < deadline
         entrance.admission.look_after_hung_calls()
-    assert isinstance(entrance.ask("r3", sample_id="b"), Admitted)
 
 
 def test_a_duplicate_does_not_use_up_the_probe(entrance: Entrance) -> None:

@@ -74,7 +74,7 @@ def seen(
 ) -> Callable[[str], Any]:
     names = [
         "completion", "failure", "every_third", "hang", "quarantine", "breaker", "hung_commit",
-        "hung_look", "aborts", "preemption", "prefill_only",
+        "hung_look", "slow_look", "aborts", "preemption", "prefill_only",
         # Last: its NaNs stay in vLLM's KV pages, where attention on CPU meets them again.
         "nonfinite",
     ]  # fmt: skip
@@ -90,7 +90,7 @@ def seen_async(
 ) -> Callable[[str], Any]:
     """The same with vLLM's asynchronous scheduler, which GPUs run by default."""
     found = scenarios(
-        ["completion", "aborts", "preemption", "prefill_only"],
+        ["completion", "slow_look", "aborts", "preemption", "prefill_only"],
         checkpoint,
         stores("lifecycle-async"),
         tmp_path_factory.mktemp("lifecycle-async"),
@@ -224,12 +224,32 @@ def test_a_store_that_does_not_answer_suspends_exporting(seen: Callable[[str], A
     assert found["ended"]["said"]["status"] == 500
     assert "does not answer within 5 s" in found["ended"]["said"]["error"]
     assert found["ended"]["seconds"] < 8
+    assert found["still_waiting"]
+    assert found["beside"]["reason"] == "length"
+    assert found["beside"]["seconds"] < 3
+    assert "under way" in found["twin"]["said"]["error"]
+    assert found["suspended"]["said"]["status"] == 503
+    assert found["suspended"]["said"]["suspended"]
+    assert "does not answer within 5 s" in found["suspended"]["said"]["error"]
     assert found["refused"]["said"]["status"] == 503
     assert "does not answer" in found["refused"]["said"]["error"]
     assert found["refused"]["seconds"] < 3
     assert found["ordinary"]["reason"] == "length"
     assert found["ordinary"]["seconds"] < 5
     assert found["after"]["said"]["state"] == "committed"
+
+
+def test_a_store_that_is_slow_to_say_holds_up_only_who_asks(either: Callable[[str], Any]) -> None:
+    found = either("slow_look")
+    assert found["committed"]["said"]["state"] == "committed"
+    assert found["beside"]["reason"] == "length"
+    assert found["still_waiting"]
+    free, taken = found["ends"]
+    assert free["said"]["state"] == "committed"
+    assert free["seconds"] >= 2
+    assert taken["said"]["status"] == 400
+    assert "is committed" in taken["said"]["error"]
+    assert found["readable"] == ["slow-free", "slow-taken"]
 
 
 def test_nothing_is_committed_for_who_went_away(either: Callable[[str], Any]) -> None:

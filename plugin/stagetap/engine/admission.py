@@ -6,19 +6,21 @@ way, and hands over the commits that it has given up.
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
+from stagetap.breaker import PROBE_SECONDS
 from stagetap.engine.outcome import Outcome
 from stagetap.engine.requests import stagetap_params
 from stagetap.engine.store_thread import StoreThread
-from stagetap.errors import Refused, StageTapError, StoreError
+from stagetap.errors import Refused
 from stagetap.options import RequestOptions, request_options
 
 if TYPE_CHECKING:
@@ -30,16 +32,26 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM configures loggers below its own name
 
+HOLD_UP_SECONDS = 0.05
+"""How long one look whether a sample is committed may hold up the engine. A store that is well
+answers in it, and requests run in the order in which they came; for a slower one only they wait.
+"""
+
 LOOK_SECONDS = 5.0
-"""How long one look whether a sample is committed may hold up the engine."""
+"""How long one look may take before exporting is suspended."""
 
 
 @dataclass(frozen=True)
 class Admitted:
-    """A request that may run and export, under this sample id."""
+    """A request that may export under this sample id, and run once `look` has been heard.
+
+    Attributes:
+        look: whether the sample is committed; None when it is known that it is not.
+    """
 
     sample_id: str
     options: RequestOptions
+    look: Future[bool] | None
 
 
 class Admission:
@@ -74,51 +86,98 @@ class Admission:
         self._under_way = under_way
         self._too_large = too_large
         self._looker = StoreThread("stagetap-look")
-        self._hung_look: Future[bool] | None = None
+        self._look_began: float | None = None  # when the look that runs now did
+        self._probe: Future[None] | None = None  # done when a store that did not answer does
+        self._why_suspended = ""
         self._hung_commits: dict[str, Future[None]] = {}  # by the sample id that they hold
 
     def ask(self, request: Request) -> Admitted | Outcome | None:
         """What becomes of a new request: it exports, it must not run, or it is an ordinary one.
 
         The front end has checked its options; what only this process knows is checked here: a
-        sample that is committed already, or under way, and whether exporting is suspended.
+        sample that is committed already, or under way, and whether exporting is suspended. Where
+        the store does not say the first at once, `hear` says it later.
         """
         params = stagetap_params(request.kv_transfer_params)
         if params is None:
             return None
+        request_id = request.request_id
         try:
             options = request_options(params)
         except Refused as error:
-            return self._turned_away(request, None, str(error), HTTPStatus.BAD_REQUEST)
+            return self._turned_away(request_id, None, str(error), HTTPStatus.BAD_REQUEST)
         if not options.export:
             return None
-        sample_id = options.sample_id or uuid.uuid4().hex
-        if (problem := self._too_large(request.num_prompt_tokens)) is not None:
-            return self._turned_away(request, sample_id, problem, HTTPStatus.BAD_REQUEST)
         self.look_after_hung_calls()
-        why_suspended = self._breaker.admit(request.request_id)
+        sample_id = options.sample_id or uuid.uuid4().hex
+        problem = self._too_large(request.num_prompt_tokens) or self._why_taken(sample_id)
+        if problem is not None:
+            return self._turned_away(request_id, sample_id, problem, HTTPStatus.BAD_REQUEST)
+        why_suspended = self._breaker.admit(request_id)
         if why_suspended is not None:
-            status = HTTPStatus.SERVICE_UNAVAILABLE
-            return self._turned_away(request, sample_id, why_suspended, status, suspended=True)
-        try:
-            self._refuse_duplicate(sample_id)
-        except StageTapError as error:
-            self._breaker.abandoned(request.request_id)
-            if isinstance(error, Refused):
-                return self._turned_away(request, sample_id, str(error), HTTPStatus.BAD_REQUEST)
-            cause = f"sample {sample_id!r}, store {self._address}: {error}"
-            self._breaker.failed(request.request_id, cause)
-            return self._turned_away(request, sample_id, cause, HTTPStatus.INTERNAL_SERVER_ERROR)
-        return Admitted(sample_id, options)
+            return self._suspended(request_id, sample_id, why_suspended)
+        looker_is_free = self._look_began is None
+        look = self._looker.submit(self._look, sample_id)
+        if looker_is_free:
+            wait([look], HOLD_UP_SECONDS)
+        if not look.done():
+            return Admitted(sample_id, options, look)
+        return self._verdict(request_id, sample_id, look) or Admitted(sample_id, options, None)
+
+    def hear(
+        self, request_id: str, sample_id: str, look: Future[bool], *, time_is_over: bool
+    ) -> Outcome | None:
+        """Why a request that waits for its look must not run, if that is known now.
+
+        None lets it run when its look was done before this was asked, else it waits on. Never None
+        for a look that is not done when `time_is_over`.
+        """
+        if look.done():
+            error = look.exception()
+            if error is not None:
+                self._suspend(f"the store {self._address} does not say what is committed: {error}")
+            return self._verdict(request_id, sample_id, look)
+        if self._probe is not None:
+            if look.cancel():
+                self._breaker.abandoned(request_id)
+                why = f"exporting is suspended: {self._why_suspended}"
+                return self._suspended(request_id, sample_id, why)
+            return self._failed(request_id, sample_id, self._why_suspended)
+        if time_is_over:
+            look.cancel()
+            why = (
+                f"the store {self._address} did not say in time whether it is committed, and the "
+                "engine is shutting down; send it to the next one"
+            )
+            return self._failed(request_id, sample_id, why)
+        return None
+
+    def _verdict(self, request_id: str, sample_id: str, look: Future[bool]) -> Outcome | None:
+        """What a look that is done has found: the id is free, it is taken, or nobody knows."""
+        error = look.exception()
+        if error is not None:
+            return self._failed(request_id, sample_id, f"store {self._address}: {error}")
+        if not look.result():
+            return None
+        self._breaker.abandoned(request_id)
+        cause = f"sample {sample_id!r} is committed in run {self._run_id}; choose another sample_id"
+        return self._turned_away(request_id, sample_id, cause, HTTPStatus.BAD_REQUEST)
+
+    def _failed(self, request_id: str, sample_id: str, why: str) -> Outcome:
+        cause = f"sample {sample_id!r}, {why}"
+        logger.error("stagetap: %s", cause)
+        self._breaker.failed(request_id, cause)
+        status = HTTPStatus.INTERNAL_SERVER_ERROR
+        return self._turned_away(request_id, sample_id, cause, status)
+
+    def _suspended(self, request_id: str, sample_id: str, why: str) -> Outcome:
+        status = HTTPStatus.SERVICE_UNAVAILABLE
+        outcome = self._turned_away(request_id, sample_id, why, status)
+        outcome.params["suspended"] = True
+        return outcome
 
     def _turned_away(
-        self,
-        request: Request,
-        sample_id: str | None,
-        cause: str,
-        status: HTTPStatus,
-        *,
-        suspended: bool = False,
+        self, request_id: str, sample_id: str | None, cause: str, status: HTTPStatus
     ) -> Outcome:
         store_failed = status is HTTPStatus.INTERNAL_SERVER_ERROR
         self._outbox.stats.count_sample("failed" if store_failed else "refused")
@@ -129,34 +188,21 @@ class Admission:
             "error": cause,
             "status": int(status),
         }
-        if suspended:
-            params["suspended"] = True
-        return Outcome(request.request_id, params)
+        return Outcome(request_id, params)
 
-    def _refuse_duplicate(self, sample_id: str) -> None:
-        """Raise Refused when the id is taken, StoreError when the store does not say."""
+    def _why_taken(self, sample_id: str) -> str | None:
+        """Why nobody can have this id, as far as this process knows."""
         if sample_id in self._hung_commits:
-            raise Refused(
+            return (
                 f"a commit of sample {sample_id!r} was given up, but the store has not answered "
                 "yet, so it may still appear; wait, or choose another sample_id"
             )
         if self._under_way(sample_id):
-            raise Refused(
+            return (
                 f"sample {sample_id!r} is under way in another request; one exporting request is "
                 "one sample: give each prompt its own sample_id"
             )
-        look = self._looker.submit(self._store.is_committed, self._run_id, sample_id)
-        try:
-            committed = look.result(LOOK_SECONDS)
-        except TimeoutError:
-            why = f"the store {self._address} does not answer"
-            self._hung_look = look
-            self._breaker.hold("look", f"{why}; it resumes by itself when it does")
-            raise StoreError(f"{why} within {LOOK_SECONDS:g} s") from None
-        if committed:
-            raise Refused(
-                f"sample {sample_id!r} is committed in run {self._run_id}; choose another sample_id"
-            )
+        return None
 
     # Calls that the store has not answered ---------------------------------------------------
 
@@ -165,10 +211,14 @@ class Admission:
         self._hung_commits[sample_id] = commit
 
     def look_after_hung_calls(self) -> None:
-        """Whether the store has answered what was given up."""
-        if self._hung_look is not None and self._hung_look.done():
-            self._hung_look = None
+        """Whether a look takes too long, and whether the store has answered what was given up."""
+        began = self._look_began
+        if began is not None and time.monotonic() - began > LOOK_SECONDS:
+            self._suspend(f"the store {self._address} does not answer within {LOOK_SECONDS:g} s")
+        if self._probe is not None and self._probe.done():
+            self._probe = None
             self._breaker.release("look")
+            logger.warning("stagetap: the store %s answers again", self._address)
         for name, commit in list(self._hung_commits.items()):
             if commit.done():
                 del self._hung_commits[name]
@@ -177,6 +227,32 @@ class Admission:
                     name,
                     commit.exception() or "it was committed",
                 )
+
+    def _look(self, sample_id: str) -> bool:
+        """Ask the store; in the looker's thread."""
+        self._look_began = time.monotonic()
+        try:
+            return self._store.is_committed(self._run_id, sample_id)
+        finally:
+            self._look_began = None
+
+    def _suspend(self, why: str) -> None:
+        """Let nobody in until the store answers: each look could take as long as this one."""
+        if self._probe is not None:
+            return
+        self._why_suspended = f"{why}; it resumes by itself when the store does"
+        self._breaker.hold("look", self._why_suspended)
+        self._probe = self._looker.submit(self._look_until_answered)
+
+    def _look_until_answered(self) -> None:
+        """Ask for a sample that nobody has; in the looker's thread."""
+        while True:
+            try:
+                self._store.is_committed(self._run_id, uuid.uuid4().hex)
+            except Exception:  # noqa: BLE001 -- the store does not work yet, whatever it says
+                time.sleep(PROBE_SECONDS)
+            else:
+                return
 
     @property
     def held_ids(self) -> int:

@@ -124,8 +124,9 @@ class StageTapConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
-    ) -> tuple[int, bool]:
-        return 0, False
+    ) -> tuple[int | None, bool]:
+        # None: vLLM asks again in the next step, and schedules the others meanwhile.
+        return (0 if self.scheduler_side.may_run(request.request_id) else None), False
 
     def update_state_after_alloc(
         self, request: Request, blocks: Any, num_external_tokens: int

@@ -1,7 +1,7 @@
-"""vLLM's schedulers with two additions.
+"""vLLM's schedulers with three additions.
 
-An output waits until its sample is committed, and a request that only wants its states ends with
-its prompt.
+A request waits until its sample id is known to be free, its output until its sample is committed,
+and one that only wants its states ends with its prompt.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class CommitBarrier:
     connector: Any
     requests: dict[str, Request]
     kv_cache_manager: KVCacheManager
-    has_unfinished_requests: Callable[[], bool]
+    get_num_unfinished_requests: Callable[[], int]
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -56,8 +56,11 @@ class CommitBarrier:
         if refusal is None:
             super().add_request(request)  # type: ignore[misc]
             return
+        self._refuse(request, refusal)
+
+    def _refuse(self, request: Request, outcome: Outcome) -> None:
         output = EngineCoreOutput(request_id=request.request_id, new_token_ids=[])
-        self._refused.append((request.client_index, _ended(output, refusal)))
+        self._refused.append((request.client_index, _ended(output, outcome)))
 
     def get_kv_connector(self) -> StageTapConnector:
         """Whom the engine core gives what the workers said at start: ours, also beside others.
@@ -68,6 +71,11 @@ class CommitBarrier:
         return stagetap_connector(self.connector)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        for refusal in self._side.hear_looks():
+            (request,) = super().finish_requests(  # type: ignore[misc]
+                refusal.request_id, RequestStatus.FINISHED_ERROR
+            )
+            self._refuse(request, refusal)
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         for new in output.scheduled_new_reqs:
             stats = self.requests[new.req_id].prefill_stats
@@ -120,7 +128,8 @@ class CommitBarrier:
                 ready.append((client, _ended(output, outcome)))
         for client, output in ready:
             outputs.setdefault(client, EngineCoreOutputs()).outputs.append(output)
-        if ready or scheduler_output.total_num_scheduled_tokens or self.has_unfinished_requests():
+        only_asked = self.get_num_unfinished_requests() <= self._side.asked()
+        if ready or scheduler_output.total_num_scheduled_tokens or not only_asked:
             self._pause = IDLE_STEP_SECONDS[0]
         else:
             time.sleep(self._pause)

@@ -1,8 +1,8 @@
 """The connector's half in the scheduler: one table of samples, and who may commit.
 
-States of an attempt: PENDING (its request runs) -> SAVING (its stages publish) -> COMMITTING ->
-committed, failed or aborted; docs/lifecycle.md says who owns each transition. This table is the
-only place that knows them.
+States of an attempt: ASKED (whether its id is taken) -> PENDING (its request runs) -> SAVING (its
+stages publish) -> COMMITTING -> committed, refused, failed or aborted; docs/lifecycle.md says who
+owns each transition. This table is the only place that knows them.
 """
 
 from __future__ import annotations
@@ -61,9 +61,13 @@ FINISHED_WELL = (
 
 
 class State(enum.Enum):
+    ASKED = "asked"
     PENDING = "pending"
     SAVING = "saving"
     COMMITTING = "committing"
+
+
+RUNNING_OR_BEFORE = (State.ASKED, State.PENDING)
 
 
 @dataclass
@@ -74,7 +78,8 @@ class _Sample:
     ref: SampleRef
     options: RequestOptions
     prompt_token_count: int
-    state: State = State.PENDING
+    look: Future[bool] | None  # whether its id is taken, while that is not known
+    state: State
     doom: str | None = None  # why it will fail when its request is done
     token_count: int = 0
     digest: str = ""
@@ -157,6 +162,9 @@ class SchedulerSide:
             ref=SampleRef(run_id=self._run_id, sample_id=sample_id, attempt=uuid.uuid4().hex[:16]),
             options=options,
             prompt_token_count=request.num_prompt_tokens,
+            look=admitted.look,
+            state=State.PENDING if admitted.look is None else State.ASKED,
+            deadline=self._drain_deadline,
         )
         self._samples[request.request_id] = sample
         self._by_ref[sample.ref] = sample
@@ -164,6 +172,39 @@ class SchedulerSide:
         if options.completion == "committed":
             self._awaited.add(request.request_id)
         return None
+
+    def may_run(self, request_id: str) -> bool:
+        """Whether a request does not wait for the store to say that its sample id is free."""
+        sample = self._samples.get(request_id)
+        return sample is None or sample.state is not State.ASKED
+
+    def hear_looks(self) -> list[Outcome]:
+        """Let requests run whose sample id is free; an Outcome means that one never must."""
+        self._admission.look_after_hung_calls()
+        now = time.monotonic()
+        ended = []
+        for sample in list(self._samples.values()):
+            if sample.look is None:
+                continue
+            done = sample.look.done()  # what is done only after this is heard in the next step
+            outcome = self._admission.hear(
+                sample.request_id,
+                sample.ref.sample_id,
+                sample.look,
+                time_is_over=now > sample.deadline,
+            )
+            if outcome is not None:
+                self._awaited.discard(sample.request_id)
+                self._forget(sample)
+                ended.append(outcome)
+            elif done:
+                sample.look = None
+                sample.state = State.PENDING
+        return ended
+
+    def asked(self) -> int:
+        """How many requests wait for the store to say that their sample id is free."""
+        return sum(sample.state is State.ASKED for sample in self._samples.values())
 
     def _too_large(self, token_count: int) -> str | None:
         """Why the store can never hold a sample of so many tokens, if it cannot."""
@@ -193,7 +234,7 @@ class SchedulerSide:
         """Something made every request that runs now worthless: none of them may commit."""
         logger.error("stagetap: %s", cause)
         for sample in self._samples.values():
-            if sample.state is State.PENDING:
+            if sample.state in RUNNING_OR_BEFORE:
                 sample.doom = sample.doom or cause
         self._breaker.hold("engine", cause)
 
@@ -360,7 +401,7 @@ class SchedulerSide:
         for sample in list(self._samples.values()):
             if sample.commit is not None and sample.commit.done():
                 self._end_commit(sample, sample.commit)
-            elif sample.state is not State.PENDING and now > sample.deadline:
+            elif sample.state not in RUNNING_OR_BEFORE and now > sample.deadline:
                 self._give_up(sample)
         settled, self._settled = self._settled, []
         self._awaited -= {outcome.request_id for outcome in settled}
@@ -421,6 +462,8 @@ class SchedulerSide:
             logger.warning("stagetap: the failure of %s could not be stored: %s", ref, error)
 
     def _forget(self, sample: _Sample) -> None:
+        if sample.look is not None:
+            sample.look.cancel()
         del self._samples[sample.request_id]
         del self._by_ref[sample.ref]
         del self._names[sample.ref.sample_id]

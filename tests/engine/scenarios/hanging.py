@@ -58,9 +58,42 @@ def hung_commit(driver: Driver) -> Any:
 def hung_look(driver: Driver) -> Any:
     """The store does not even say whether a sample is there."""
     driver.faults({"on": "look", "do": "hang", "sample": "look-hung"})
-    ended = driver.run(SHORT, "look-hung")
+    hung = driver.submit(SHORT, "look-hung")
+    behind = driver.submit(SHORT, "look-behind")
+    twin = driver.run(SHORT, "look-behind")
+    beside = driver.run(SHORT)
+    still_waiting = not driver.ended.keys() & {hung, behind}
+    ended, suspended = driver.wait(hung, behind)
     refused = driver.run(SHORT, "look-refused")
     ordinary = driver.run(SHORT)
     driver.faults()
     after = driver.run_until_committed(SHORT, "look-after")
-    return {"ended": ended, "refused": refused, "ordinary": ordinary, "after": after}
+    return {
+        "twin": twin,
+        "beside": beside,
+        "still_waiting": still_waiting,
+        "ended": ended,
+        "suspended": suspended,
+        "refused": refused,
+        "ordinary": ordinary,
+        "after": after,
+    }
+
+
+def slow_look(driver: Driver) -> Any:
+    """The store says late whether a sample is there: its request waits, and nobody else."""
+    committed = driver.run(SHORT, "slow-taken")
+    driver.faults({"on": "look", "do": "delay", "seconds": 2.0, "sample": "slow"})
+    free = driver.submit(SHORT, "slow-free")
+    taken = driver.submit(SHORT, "slow-taken")
+    gone = driver.submit(SHORT, "slow-gone")
+    beside = driver.run(SHORT)
+    still_waiting = not driver.ended.keys() & {free, taken, gone}
+    driver.abort(gone)
+    return {
+        "committed": committed,
+        "beside": beside,
+        "still_waiting": still_waiting,
+        "ends": driver.wait(free, taken),
+        "readable": sorted(name for name in driver.committed() if name.startswith("slow-")),
+    }

@@ -12,7 +12,7 @@ from typing import Any
 from engine.driver import Driver, leftovers
 from engine.scenarios.ending import aborts, completion, many
 from engine.scenarios.failing import breaker, every_third, failure, nonfinite
-from engine.scenarios.hanging import hang, hung_commit, hung_look, quarantine
+from engine.scenarios.hanging import hang, hung_commit, hung_look, quarantine, slow_look
 from engine.scenarios.rows import preemption, prefill_only
 from stagetap.engine.session import CaptureSession
 
@@ -30,6 +30,7 @@ SCENARIOS: dict[str, Callable[[Driver], Any]] = {
         quarantine,
         hung_commit,
         hung_look,
+        slow_look,
         preemption,
         prefill_only,
     )
