@@ -160,10 +160,9 @@ class Engine:
         else:
             self.committer = FileStoreCommitter(str(root))
             self.writer = FileStoreWriter(str(root))
-        probe = SampleRef(run_id=run, sample_id="any", attempt="any")
         self.committer.leave_nonce(f"nonce-{run}")
         assert f"nonce-{run}" in self.writer.read_nonces()
-        self.committer.begin_run(invariant or kind_of(manifest(self.tapped, probe, (), 1)))
+        self.committer.begin_run(invariant or kind_of(self.tapped))
         self.publisher = Publisher(
             self.writer, slots, slot_bytes, writer_threads=2, refuse_nonfinite=True
         )

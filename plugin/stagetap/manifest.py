@@ -72,7 +72,8 @@ class Fragment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 class Tapped(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What was tapped, and of which model. `layer_ids` is in asked order, N included if asked.
 
-    `pp_layers` holds [start, end) of the decoder layers of every stage.
+    `pp_layers` holds [start, end) of the decoder layers of every stage. `engine_args` are those of
+    the engine's arguments that change what a model computes, as text, where they were given.
     """
 
     model: _Text
@@ -92,6 +93,7 @@ class Tapped(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     pp_layers: tuple[tuple[_Count, _Count], ...]
     kv_cache_dtype: _Text
     dtype: str
+    engine_args: dict[str, str] = {}
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -144,7 +144,7 @@ class _Bench:
         )
         self._committer = MooncakeStoreCommitter(client, "bench", 1.0)
         self._committer.leave_nonce("bench")
-        self._committer.begin_run(kind_of(self._manifest(self._ref(), (), 1)))
+        self._committer.begin_run(kind_of(self._manifest(self._ref(), (), 1).tapped))
         self._reader = MooncakeStoreReader(
             lambda: client, "bench", lease_wait_s=1.0, force_remove=True
         )

@@ -312,6 +312,7 @@ def test_an_attempt_is_not_written_twice(engine: Engine) -> None:
         ({"layer_ids": (0, 2, 4, 6)}, r"layer_ids \[2, 0, 4, 6\], .* \[0, 2, 4, 6\]"),
         ({"stream": "attn_res_mixture"}, "stream residual, .* attn_res_mixture"),
         ({"hidden_size": 32}, "hidden_size 16, .* 32"),
+        ({"engine_args": {"kv_cache_dtype": "fp8"}}, r"engine_args .*kv_cache_dtype"),
     ],
 )
 def test_another_kind_of_data_in_one_store_is_refused(
@@ -342,7 +343,7 @@ def test_of_two_engines_that_claim_at_once_one_wins(root: Path) -> None:
         what = tapped(dtype=dtype)
         together.wait()
         try:
-            committer.begin_run(kind_of(manifest(what, REF, (), 1)))
+            committer.begin_run(kind_of(what))
             outcomes.append(dtype)
         except Refused:
             outcomes.append("refused")

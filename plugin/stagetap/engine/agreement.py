@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import vllm
 from vllm.logger import init_logger
@@ -15,6 +16,7 @@ from stagetap.errors import Refused
 from stagetap.manifest import Tapped
 from stagetap.plan.balance import better_partition, engine_balance
 from stagetap.stores.base import Invariant
+from stagetap.stores.kind import kind_of
 from stagetap.taps import (
     ID_CONVENTION,
     NORM_STATE,
@@ -77,6 +79,7 @@ def agree(
     )
     first = next(iter(facts.values()))
     _say_better_partition(facts, options.layers, first.stream)
+    tapped = _describe(config, options, fingerprint, first, stages, total)
     return Agreement(
         owners={
             stage: fact
@@ -84,16 +87,8 @@ def agree(
             if rank == 0 and fact.cache_group is not None
         },
         stages=stages,
-        tapped=_describe(config, options, fingerprint, first, stages, total),
-        invariant=Invariant(
-            weights_fingerprint=fingerprint,
-            layer_ids=options.layers,
-            stream=first.stream,
-            dtype=first.dtype,
-            id_convention=ID_CONVENTION,
-            hidden_size=first.hidden_size,
-            num_hidden_layers=total,
-        ),
+        tapped=tapped,
+        invariant=kind_of(tapped),
     )
 
 
@@ -163,4 +158,31 @@ def _describe(
         pp_layers=tuple((taps.start, taps.end) for taps in stages),
         kv_cache_dtype=config.cache_config.cache_dtype,
         dtype=fact.dtype,
+        engine_args=deciding_args(config),
     )
+
+
+def deciding_args(config: VllmConfig) -> dict[str, str]:
+    """Arguments that change what a model computes, beside its weights and its dtype.
+
+    Args:
+        config: the engine's.
+
+    Returns:
+        By name, as text; without those that leave it to the model.
+    """
+    model = config.model_config
+    given = {
+        "kv_cache_dtype": config.cache_config.cache_dtype,
+        "model_impl": model.model_impl,
+        "quantization": model.quantization,
+        "hf_overrides": _as_text(model.hf_overrides),
+    }
+    return {name: str(value) for name, value in given.items() if value not in (None, "auto")}
+
+
+def _as_text(overrides: dict[str, Any] | Callable[..., Any] | None) -> str | None:
+    """The same in each process that was given the same; None for nothing."""
+    if callable(overrides):
+        return f"{overrides.__module__}.{overrides.__qualname__}"
+    return json.dumps(overrides, sort_keys=True, default=str) if overrides else None

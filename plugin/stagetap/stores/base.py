@@ -28,7 +28,10 @@ class SampleRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class Invariant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What must be equal for all writers of one store. PP and TP may differ."""
+    """What must be equal for all writers of one store. PP and TP may differ.
+
+    `engine_args` as in a manifest: two engines that differ there compute other states.
+    """
 
     store_version: int = STORE_VERSION
     weights_fingerprint: str
@@ -38,6 +41,7 @@ class Invariant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     id_convention: str
     hidden_size: int
     num_hidden_layers: int
+    engine_args: dict[str, str] = {}
 
 
 class KnownKind(msgspec.Struct, frozen=True, kw_only=True):

@@ -33,7 +33,7 @@ def fragment_error(kind: type[Error], manifest: Manifest, fragment: Fragment, re
 
 def check_kind(stored: Invariant, manifest: Manifest) -> None:
     """Raise StreamMismatch or ForeignFile unless the sample is of its store's kind."""
-    found = difference(stored, kind_of(manifest))
+    found = difference(stored, kind_of(manifest.tapped))
     if found is None:
         return
     field, ours, theirs = found

@@ -173,7 +173,7 @@ class FileStoreCommitter:
 
 
 def _check_kind(invariant: Invariant, manifest: Manifest) -> None:
-    found = difference(invariant, kind_of(manifest))
+    found = difference(invariant, kind_of(manifest.tapped))
     if found is not None:
         field, ours, theirs = found
         raise MalformedManifest(

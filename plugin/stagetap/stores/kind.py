@@ -3,7 +3,7 @@
 import msgspec
 
 from stagetap.errors import ForeignStore, Refused, UnknownVersion
-from stagetap.manifest import Manifest
+from stagetap.manifest import Tapped
 from stagetap.stores.base import STORE_VERSION, Invariant, KnownKind
 
 
@@ -37,9 +37,8 @@ def decode_invariant(document: bytes, where: str, cure: str) -> Invariant:
         ) from error
 
 
-def kind_of(manifest: Manifest) -> Invariant:
-    """The kind of data that a manifest describes."""
-    tapped = manifest.tapped
+def kind_of(tapped: Tapped) -> Invariant:
+    """The kind of data that was tapped."""
     return Invariant(
         weights_fingerprint=tapped.weights_fingerprint,
         layer_ids=tapped.layer_ids,
@@ -48,6 +47,7 @@ def kind_of(manifest: Manifest) -> Invariant:
         id_convention=tapped.id_convention,
         hidden_size=tapped.hidden_size,
         num_hidden_layers=tapped.num_hidden_layers,
+        engine_args=tapped.engine_args,
     )
 
 

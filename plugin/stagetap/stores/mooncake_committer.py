@@ -172,7 +172,7 @@ class MooncakeStoreCommitter:
                 f"store's {self._run_id!r}: restart the engine",
                 sample_id=manifest.sample_id,
             )
-        found = difference(self._invariant, kind_of(manifest))
+        found = difference(self._invariant, kind_of(manifest.tapped))
         if found is not None:
             field, ours, theirs = found
             raise MalformedManifest(
