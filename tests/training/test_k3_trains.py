@@ -78,6 +78,6 @@ def test_two_steps_from_two_stages(tmp_path: Path) -> None:
     assert (saved["model_type"], saved["target_layer_ids"]) == ("k3_dspark", [6, 3, 1])
 
     draft.write_text(json.dumps({**DRAFT, "fc_norm": False}))
-    refused = train(*arguments, cwd=tmp_path)
+    refused = train(*arguments, "--save-path", tmp_path / "other", cwd=tmp_path)
     assert refused.returncode == 2
     assert "'attn_res_mixture', this draft reads 'prefix_sum'" in refused.stderr
