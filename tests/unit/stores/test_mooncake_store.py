@@ -297,17 +297,23 @@ def test_state_of_a_run_that_nobody_consumes_is_resumed(master: Master) -> None:
     assert again.sample_ids == [f"s{number}" for number in range(5)]
 
 
+def with_one_far_sample(master: Master) -> Engine:
+    """An engine whose sample `last` lies behind the pages of many that are consumed."""
+    engine = make_engine(master)
+    names = [f"s{number}" for number in range(4 * MARK_EVERY + 59)]
+    for name in (*names, "last"):
+        engine.export(name, tokens=1)
+    dataset = dataset_of(master)
+    for name in names:
+        dataset.delete(name)
+    return engine
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_lost_mark_hides_no_page(master: Master, lost: int) -> None:
-    engine = make_engine(master)
-    count = 4 * MARK_EVERY + 60
-    for number in range(count):
-        engine.export(f"s{number}", tokens=1)
-    dataset = dataset_of(master)
-    for number in range(count - 1):
-        dataset.delete(f"s{number}")
+    with_one_far_sample(master)
     del master.objects[next(key for key in master.objects if key.endswith(f".mark{lost}"))]
-    assert dataset_of(master).sample_ids == [f"s{count - 1}"]
+    assert dataset_of(master).sample_ids == ["last"]
 
 
 def test_nothing_of_a_deleted_sample_is_left(master: Master) -> None:
@@ -478,13 +484,7 @@ def test_a_number_that_another_engine_took_is_not_ours(master: Master) -> None:
 
 @pytest.mark.parametrize("damaged", [(0,), (1,), (0, 1)])
 def test_a_damaged_mark_hides_no_page(master: Master, damaged: tuple[int, ...]) -> None:
-    engine = make_engine(master)
-    count = 4 * MARK_EVERY + 60
-    for number in range(count):
-        engine.export(f"s{number}", tokens=1)
-    dataset = dataset_of(master)
-    for number in range(count - 1):
-        dataset.delete(f"s{number}")
+    engine = with_one_far_sample(master)
     for number in damaged:
         key = next(key for key in master.objects if key.endswith(f".mark{number}"))
         master.objects[key] = flip(master.objects[key], -2)
@@ -495,7 +495,7 @@ def test_a_damaged_mark_hides_no_page(master: Master, damaged: tuple[int, ...]) 
             engine.export(f"later{number}", tokens=1)
         assert len(dataset_of(master)) == 1 + MARK_EVERY
     else:
-        assert dataset_of(master).sample_ids == [f"s{count - 1}"]
+        assert dataset_of(master).sample_ids == ["last"]
 
 
 def test_a_damaged_mark_of_a_young_run_hides_no_page(master: Master) -> None:
