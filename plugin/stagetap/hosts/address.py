@@ -25,6 +25,20 @@ def address_towards(leader: str) -> str:
         ) from None
 
 
+def check_own(option: str, host: str) -> None:
+    """Raise Refused, naming the option, unless this is an address of this host, or a name of it."""
+    try:
+        (family, _, _, _, place), *_ = socket.getaddrinfo(host.strip("[]"), 0)
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(place)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise Refused(
+            f"option {option}: {host} is no address of this host ({reason}), so that others would "
+            "not reach it: leave it out, or give one that `ip address` shows"
+        ) from None
+
+
 def interface_of(address: str) -> str | None:
     """The name of the interface that has an IPv4 address; None when no one has it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stagetap.errors import Refused, StoreError
+from stagetap.hosts.address import check_own
 from stagetap.stores.mooncake_calls import BoundedCalls, Result
 from stagetap.stores.mooncake_memory import check_fits
 from stagetap.stores.mooncake_objects import Placed, StoreFull, create, read
@@ -422,12 +423,15 @@ class MooncakeClient:
 
 
 def check_machine(options: MooncakeOptions, role: Role) -> None:
-    """Raise Refused for what this machine has not: RDMA devices, or so much memory.
+    """Raise Refused for what this machine has not: an address, RDMA devices, or so much memory.
 
-    Looks at the machine alone. Mooncake would take RDMA without a device, and use something else.
+    Looks at the machine alone. Mooncake would take RDMA without a device, and use something else,
+    and lend memory under an address at which nobody finds it.
     """
     if role == "writer":
         check_fits("global_segment_size", options.global_segment_size)
+        if options.host:
+            check_own("host", options.host)
     check_fits("local_buffer_size", options.local_buffer_size)
     if options.protocol != "rdma":
         return

@@ -26,12 +26,16 @@ LEAST_LENT_BYTES = 16 * _MIB
 """Mooncake lends no smaller piece of memory."""
 
 _SIZE_UNITS = {"": 1, "B": 1, "KIB": _KIB, "MIB": _MIB, "GIB": _GIB, "TIB": _TIB}
-_SIZE = re.compile(r"([0-9]+)\s*([A-Za-z]*)")
+_SIZE = re.compile(r"([0-9]{1,30})\s*([A-Za-z]*)")
 _TIME_UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0}
-_TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)")
+_TIME = re.compile(r"([0-9]{1,30}(?:\.[0-9]+)?)\s*([a-z]*)")
 _MOST_SECONDS = 10**9
+_MOST_REPLICAS = 1024
 _SWITCH = {"on": True, "off": False}
 _HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
+_COPIES = re.compile(r"[0-9]{1,5}")
+_PORT = re.compile(r"[0-9]{1,5}")
+_NO_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
 
 
 class MooncakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -96,6 +100,11 @@ def parse_uri(uri: str) -> MooncakeOptions:
     """
     if not is_mooncake(uri):
         raise Refused(f"{uri}: not a Mooncake address: write {SCHEME}://MASTER:PORT/RUN")
+    # urllib would leave out line ends and tabs, and keep a lone '%' as it is.
+    if any(char.isspace() or not char.isprintable() for char in uri):
+        raise Refused(f"{uri!r}: a space or line end in an address: write it as %20 or leave it out")
+    if _NO_ESCAPE.search(uri):
+        raise Refused(f"{uri}: '%' begins an escape of two hexadecimal digits: write it as %25")
     try:
         parts = urlsplit(uri)
         pairs = parse_qsl(
@@ -152,8 +161,8 @@ def _master(uri: str, netloc: str) -> str:
     host, colon, port = netloc.rpartition(":")
     if not colon or not _HOST.fullmatch(host):
         raise Refused(f"{uri}: the master needs a host and a port: {SCHEME}://MASTER:PORT/RUN")
-    if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
-        raise Refused(f"{uri}: port {port!r}: give a number from 1 to 65535")
+    if not _PORT.fullmatch(port) or not 0 < int(port) < 65536:
+        raise Refused(f"{uri}: port {shown(port)}: give a number from 1 to 65535")
     return f"{host}:{int(port)}"
 
 
@@ -223,8 +232,9 @@ def _switch(text: str) -> bool:
 
 
 def _copies(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise ValueError(f"{text!r}: give a number of at least 1")
+    found = _COPIES.fullmatch(text)
+    if not found or not 0 < int(text) <= _MOST_REPLICAS:
+        raise ValueError(f"{shown(text)}: give a number from 1 to {_MOST_REPLICAS}")
     return int(text)
 
 

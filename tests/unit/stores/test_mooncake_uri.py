@@ -98,6 +98,9 @@ def test_every_option_is_read() -> None:
         ("mooncake://host:1/r?device_names=mlx5_0", "device_names needs protocol=rdma"),
         ("mooncake://host:1/r?device_names=a,&protocol=rdma", "option device_names"),
         ("mooncake://host:1/r?host=", "option host"),
+        ("mooncake://host:1/%zz", "write it as %25"),
+        ("mooncake://host:1/r?host=a%2", "write it as %25"),
+        ("mooncake://host:1/r?replicas=4294967296", "give a number from 1 to 1024"),
     ],
 )
 def test_what_cannot_be_read_is_refused_by_name(uri: str, named: str) -> None:
@@ -105,6 +108,28 @@ def test_what_cannot_be_read_is_refused_by_name(uri: str, named: str) -> None:
         parse_uri(uri)
     assert named in str(refused.value)
     assert uri in str(refused.value)
+
+
+@pytest.mark.parametrize("space", ["\n", "\t", " ", "\u2028"])
+def test_an_address_with_a_space_is_refused_and_not_read_without_it(space: str) -> None:
+    for uri in (f"mooncake://host:1/r{space}", f"mooncake://ho{space}st:1/r"):
+        with pytest.raises(Refused, match="a space or line end") as refused:
+            parse_uri(uri)
+        assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "mooncake://host:{}/r",
+        "mooncake://host:1/r?replicas={}",
+        "mooncake://host:1/r?global_segment_size={}",
+        "mooncake://host:1/r?put_timeout={}",
+    ],
+)
+def test_more_digits_than_python_reads_are_refused_by_name(uri: str) -> None:
+    with pytest.raises(Refused, match="port|option (replicas|global_segment_size|put_timeout)"):
+        parse_uri(uri.format("9" * 5000))
 
 
 def test_the_run_has_one_source_of_truth() -> None:
