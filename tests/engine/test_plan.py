@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from engine.harness import Arm
-from stagetap.plan.model import read_model
 from stagetap.plan.parallel import Parallel
+from stagetap.plan.read_model import read_model
 from stagetap.plan.stages import make_plan
 
 pytestmark = pytest.mark.engine

@@ -105,8 +105,8 @@ def plan_command(
     Exit code 1 when a stage has no room for its weights, or for one whole sequence.
     """
     from stagetap.plan.document import plan_document
-    from stagetap.plan.model import read_model
     from stagetap.plan.parallel import Parallel
+    from stagetap.plan.read_model import read_model
     from stagetap.plan.stages import Budget, make_plan
 
     budget = None

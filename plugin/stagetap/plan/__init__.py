@@ -7,7 +7,10 @@
 ``attention``        kinds of attention: their weights, and what they cache
 ``feed_forward``     dense and mixture-of-experts blocks: their weights
 ``defaults``         what a model type's class holds where a configuration is silent
-``model``            a configuration as a list of decoder layers
+``model``            a target: its decoder layers, and what surrounds them
+``untold``           what of a configuration is refused, since its shapes cannot be told
+``read_layers``      which attention and feed-forward block each layer has
+``read_model``       a configuration as a model
 ``stages``           stages, owners, memory of one GPU of each
 ``balance``          would another partition hold more KV cache?
 ``document``         a plan as JSON

@@ -8,8 +8,9 @@ from typing import Any
 from stagetap.config_values import MAX_LAYERS, decoder_values
 from stagetap.errors import Refused
 from stagetap.partition import engine_stages
-from stagetap.plan.model import Model, read_model
+from stagetap.plan.model import Model
 from stagetap.plan.parallel import Parallel
+from stagetap.plan.read_model import read_model
 from stagetap.plan.stages import make_plan
 
 

@@ -102,7 +102,7 @@ def parse_uri(uri: str) -> MooncakeOptions:
         raise Refused(f"{uri}: not a Mooncake address: write {SCHEME}://MASTER:PORT/RUN")
     # urllib would leave out line ends and tabs, and keep a lone '%' as it is.
     if any(char.isspace() or not char.isprintable() for char in uri):
-        raise Refused(f"{uri!r}: a space or line end in an address: write it as %20 or leave it out")
+        raise Refused(f"{uri!r}: a space or line end in an address: write %20 or leave it out")
     if _NO_ESCAPE.search(uri):
         raise Refused(f"{uri}: '%' begins an escape of two hexadecimal digits: write it as %25")
     try:

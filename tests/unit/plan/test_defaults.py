@@ -8,7 +8,7 @@ import pytest
 
 from stagetap.errors import Refused
 from stagetap.plan.defaults import CHECKED, IDENTITY, READ, class_of_transformers
-from stagetap.plan.model import CHECKED_TYPES, read_model
+from stagetap.plan.read_model import CHECKED_TYPES, read_model
 from unit.plan.targets import LLAMA, MOE
 
 VLLMS_OWN = {"kimi_k3", "kimi_linear"}

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from stagetap.errors import Refused
-from stagetap.plan.model import read_model
 from stagetap.plan.parallel import Parallel
+from stagetap.plan.read_model import read_model
 from unit.plan.targets import LLAMA, MOE, target
 
 

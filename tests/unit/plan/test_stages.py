@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from stagetap.errors import Refused
 from stagetap.plan.document import plan_document, remarks
-from stagetap.plan.model import read_model
 from stagetap.plan.parallel import Parallel
+from stagetap.plan.read_model import read_model
 from stagetap.plan.stages import Budget, make_plan
 from unit.plan.targets import LLAMA, MOE, target
 

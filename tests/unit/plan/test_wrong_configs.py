@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from stagetap.config_values import MAX_LAYERS, MAX_SIZE
 from stagetap.errors import Refused
-from stagetap.plan.model import NO_DECODER, UNTOLD, read_model
 from stagetap.plan.parallel import Parallel
+from stagetap.plan.read_model import read_model
 from stagetap.plan.stages import make_plan
+from stagetap.plan.untold import NO_DECODER, UNTOLD
 from unit.plan.targets import LLAMA, MOE, target
 
 FILE = "config.json of some/model"

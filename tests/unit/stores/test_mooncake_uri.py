@@ -128,7 +128,7 @@ def test_an_address_with_a_space_is_refused_and_not_read_without_it(space: str) 
     ],
 )
 def test_more_digits_than_python_reads_are_refused_by_name(uri: str) -> None:
-    with pytest.raises(Refused, match="port|option (replicas|global_segment_size|put_timeout)"):
+    with pytest.raises(Refused, match=r"port|option (replicas|global_segment_size|put_timeout)"):
         parse_uri(uri.format("9" * 5000))
 
 
