@@ -51,7 +51,6 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "target_layer_ids": ([], [-1, 2], [True, 2], [2.0], "2", (2, 0)),
     "rms_norm_eps": (*A_NUMBER, 1),
     "rope_theta": (*A_NUMBER, 1),
-    "head_dim ": (128,),
     "qk_head_dim ": (128,),
     "partial_rotary_factor": (0.5, 1.0),
     "original_max_position_embeddings": (64,),
@@ -254,6 +253,16 @@ def test_what_is_accepted_comes_back_and_means_the_same_to_vllm(
     torch.testing.assert_close(
         torch.cat((cos[0], sin[0]), -1), table[: len(positions)], rtol=0, atol=1e-3
     )
+
+
+@pytest.mark.parametrize("head_dim", [128, 192, None])
+def test_a_head_dim_that_nothing_is_as_wide_as_changes_nothing(head_dim: int | None) -> None:
+    config = draft_config(head_dim=head_dim, rope_parameters=YARN)
+    assert config.head_dim == config.qk_rope_head_dim
+    positions = torch.arange(4)[None]
+    turned = K3DSparkRotaryEmbedding(config)(torch.empty(0), positions)
+    plain = K3DSparkRotaryEmbedding(draft_config(rope_parameters=YARN))(torch.empty(0), positions)
+    assert all(map(torch.equal, turned, plain))
 
 
 @pytest.mark.parametrize("rope", [{}, YARN, {k: YARN[k] for k in YARN if "mscale" not in k}])

@@ -79,6 +79,9 @@ class K3DSparkConfig(DeepseekV3Config):
         )
         # A null, which transformers would write over the number in rope_parameters.
         kwargs.pop("original_max_position_embeddings", None)
+        # Nothing of a draft is as wide as a file may say here, and vLLM does not read it; but
+        # transformers would make the rotary table so wide, and not as qk_rope_head_dim says.
+        kwargs.pop("head_dim", None)
         if self.target_layer_ids is not None and self.num_target_layers is None:
             self.num_target_layers = len(self.target_layer_ids)
         if self.target_hidden_size is None:
@@ -124,8 +127,6 @@ def _refuse_contradictions(config: K3DSparkConfig) -> None:
     equal = {
         "draft_vocab_size": (config.draft_vocab_size, config.vocab_size, "vocab_size"),
         "target_hidden_size": (config.target_hidden_size, config.hidden_size, "hidden_size"),
-        # transformers makes a rotary table as wide as this.
-        "head_dim": (config.head_dim, config.qk_rope_head_dim, "qk_rope_head_dim"),
         "qk_head_dim": (
             config.qk_head_dim,
             config.qk_nope_head_dim + config.qk_rope_head_dim,

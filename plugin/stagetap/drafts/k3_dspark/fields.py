@@ -117,7 +117,7 @@ class Fields(TypedDict, total=False):
     qk_nope_head_dim: Size
     qk_rope_head_dim: Annotated[int, Field(ge=2, le=MAX_SIZE, multiple_of=2)]  # turned in pairs
     v_head_dim: Size
-    head_dim: Size
+    head_dim: Size | None
     qk_head_dim: Size
     max_position_embeddings: Size
     rms_norm_eps: Annotated[Positive, Float]
