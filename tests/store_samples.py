@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+import stagetap
 from stagetap.manifest import Fragment, Layer, Manifest, Tapped, token_digest
 from stagetap.publish.publisher import FragmentJob, FragmentReport, Publisher
 from stagetap.stores.base import Invariant, SampleRef, StoreCommitter, StoreWriter
@@ -198,3 +199,13 @@ class Engine:
         assert self.publisher.shutdown(10) == []
         self.committer.close()
         self.writer.close()
+
+
+def visible(root: Path) -> list[str]:
+    """Samples that a reader of the store sees."""
+    return stagetap.open_dataset(root, verify=True).sample_ids
+
+
+def files(root: Path) -> set[str]:
+    """Every file below a directory, named from there."""
+    return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}

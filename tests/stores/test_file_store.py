@@ -4,13 +4,10 @@ import dataclasses
 import json
 import multiprocessing
 import os
-import shutil
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -19,28 +16,28 @@ from safetensors import safe_open
 import stagetap
 from stagetap.errors import (
     DuplicateSample,
-    ForeignStore,
     MalformedManifest,
-    Refused,
     StoreError,
-    UnknownVersion,
 )
 from stagetap.publish.publisher import Gather, Publisher
 from stagetap.stores.base import (
     FragmentHeader,
-    KnownKind,
     SampleRef,
-    check_store,
-    open_store_committer,
     open_store_reader,
-    open_store_writer,
 )
-from stagetap.stores.file_committer import FileStoreCommitter
-from stagetap.stores.file_verify import verify_store
-from stagetap.stores.file_writer import FileStoreWriter
-from stagetap.stores.kind import kind_of
-from store_samples import RUN, Engine, drain, job, manifest, owned, states, tapped, token_ids
-from tmpfs import Tmpfs
+from store_samples import (
+    RUN,
+    Engine,
+    drain,
+    files,
+    job,
+    manifest,
+    owned,
+    states,
+    tapped,
+    token_ids,
+    visible,
+)
 
 AWKWARD_IDS = [
     "a/b",
@@ -64,14 +61,6 @@ AWKWARD_IDS = [
     "A",
     "a",
 ]
-
-
-def visible(root: Path) -> list[str]:
-    return stagetap.open_dataset(root, verify=True).sample_ids
-
-
-def files(root: Path) -> set[str]:
-    return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
 
 
 def header(ref: SampleRef, tokens: int = 4, stage: int = 1) -> FragmentHeader:
@@ -181,34 +170,6 @@ def test_durable_in_order_fragment_then_its_directories_then_commit(
     engine.close()
 
 
-def test_an_fsync_that_hangs_holds_up_nobody_who_only_looks(
-    root: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine.export("before", 3)
-    begun, thaw = threading.Event(), threading.Event()
-    fsync = os.fsync
-
-    def frozen(fd: int) -> None:
-        if threading.current_thread().name == "commit":
-            begun.set()
-            assert thaw.wait(30)
-        fsync(fd)
-
-    monkeypatch.setattr(os, "fsync", frozen)
-    prepared = engine.publish(engine.ref("frozen"), 3)
-    thread = threading.Thread(target=engine.committer.commit, args=(prepared,), name="commit")
-    thread.start()
-    try:
-        assert begun.wait(30)
-        assert engine.committer.is_committed(engine.run, "before")
-        # Its line may be in the file, but it is not durable.
-        assert not engine.committer.is_committed(engine.run, "frozen")
-    finally:
-        thaw.set()
-        thread.join(30)
-    assert engine.committer.is_committed(engine.run, "frozen")
-
-
 def test_the_first_fragment_of_a_run_makes_the_runs_name_durable(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,167 +236,11 @@ def test_a_fragment_that_is_not_of_its_shape_is_no_fragment(
     assert files(root) == before
 
 
-def test_a_fragment_whose_name_is_not_durable_is_removed_under_that_name_too(
-    root: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ref = engine.ref("s")
-    real_fsync = os.fsync
-
-    def fsync(fd: int) -> None:
-        if os.readlink(f"/proc/self/fd/{fd}").endswith(ref.attempt):
-            failing(5)()
-        real_fsync(fd)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    engine.publisher.submit(job(engine.tapped, ref, 1, 5))
-    (report,) = drain(engine.publisher, 1)
-    assert report.error is not None
-    assert "cannot make durable" in report.error
-    assert list((root / RUN / "s" / ref.attempt).iterdir()) == []
-
-
 def test_an_attempt_is_not_written_twice(engine: Engine) -> None:
     ref = engine.ref("s")
     engine.publish(ref, 4)
     with pytest.raises(StoreError, match="attempt id was used twice"):
         engine.writer.open_fragment(header(ref))
-
-
-# Kinds of data
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"dtype": "float32"}, "dtype bfloat16, .* would write float32"),
-        ({"weights_fingerprint": "sha256:other"}, "weights_fingerprint sha256:abab.* sha256:other"),
-        ({"layer_ids": (0, 2, 4, 6)}, r"layer_ids \[2, 0, 4, 6\], .* \[0, 2, 4, 6\]"),
-        ({"stream": "attn_res_mixture"}, "stream residual, .* attn_res_mixture"),
-        ({"hidden_size": 32}, "hidden_size 16, .* 32"),
-        ({"engine_args": {"kv_cache_dtype": "fp8"}}, r"engine_args .*kv_cache_dtype"),
-    ],
-)
-def test_another_kind_of_data_in_one_store_is_refused(
-    root: Path, changes: dict[str, Any], named: str
-) -> None:
-    Engine(root).close()
-    with pytest.raises(Refused, match=named + ".*another directory"):
-        Engine(root, tapped(**changes))
-    assert visible(root) == []
-
-
-def test_another_layout_of_the_same_model_shares_the_store(root: Path) -> None:
-    for number, layout in enumerate([((0, 6),), ((0, 3), (3, 6)), ((0, 1), (1, 1), (1, 6))]):
-        engine = Engine(root, tapped(pp_layers=layout), run=f"run-{number}")
-        engine.export(f"s{number}", tokens=4)
-        engine.close()
-    dataset = stagetap.open_dataset(root, verify=True)
-    assert dataset.sample_ids == ["s0", "s1", "s2"]
-    assert all(torch.equal(s.hidden_states, dataset[0].hidden_states) for s in dataset)
-
-
-def test_of_two_engines_that_claim_at_once_one_wins(root: Path) -> None:
-    outcomes: list[str] = []
-    together = threading.Barrier(8)
-
-    def claim(dtype: str) -> None:
-        committer = FileStoreCommitter(str(root))
-        what = tapped(dtype=dtype)
-        together.wait()
-        try:
-            committer.begin_run(kind_of(what))
-            outcomes.append(dtype)
-        except Refused:
-            outcomes.append("refused")
-        committer.close()
-
-    dtypes = ["float16", "bfloat16"] * 4
-    threads = [threading.Thread(target=claim, args=(dtype,)) for dtype in dtypes]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(outcomes).count("refused") == 4
-    assert len(set(outcomes)) == 2
-    assert open_store_reader(root).invariant.dtype in outcomes
-
-
-REF = SampleRef(run_id="r", sample_id="s", attempt="a")
-
-
-def test_a_directory_of_somebody_else_is_refused(root: Path) -> None:
-    root.mkdir()
-    (root / "thesis.tex").write_text("mine")
-    with pytest.raises(Refused, match=r"holds other things \(thesis.tex\)"):
-        Engine(root)
-    assert files(root) == {"thesis.tex"}
-    with pytest.raises(ForeignStore, match=r"no stagetap\.json"):
-        stagetap.open_dataset(root)
-
-
-def test_a_start_that_was_killed_before_its_claim_does_no_harm(root: Path) -> None:
-    for name in ("commits", "deletes", "nonces", "lost+found"):
-        (root / name).mkdir(parents=True)
-    (root / ".stagetap.stagetap.json.123").write_text("half")
-    Engine(root).close()
-
-
-@pytest.mark.parametrize("text", ["", "{}", "[1", '{"store_version":1,"dtype":3}', "\udcff"])
-def test_a_claim_that_is_damaged_is_named(root: Path, text: str) -> None:
-    Engine(root).close()
-    (root / "stagetap.json").write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(ForeignStore, match=r"stagetap\.json was not written by StageTap"):
-        stagetap.open_dataset(root)
-    with pytest.raises(ForeignStore):
-        Engine(root)
-
-
-def test_a_store_of_another_version_is_named(root: Path) -> None:
-    Engine(root).close()
-    (root / "stagetap.json").write_text('{"store_version": 2, "something": "else"}')
-    with pytest.raises(UnknownVersion, match="store_version is 2"):
-        stagetap.open_dataset(root)
-
-
-@pytest.mark.parametrize("uri", ["mooncake://host:1", "s3://bucket", "", "file://host/x"])
-@pytest.mark.parametrize("open_store", [open_store_reader, open_store_writer, open_store_committer])
-def test_addresses_that_lead_nowhere_are_refused(uri: str, open_store: Any) -> None:
-    with pytest.raises(Refused):
-        open_store(uri)
-
-
-def test_an_address_may_be_a_path_or_a_file_uri(root: Path, engine: Engine) -> None:
-    engine.export("s")
-    for uri in (root, str(root), f"file://{root}", os.path.relpath(root)):
-        assert stagetap.open_dataset(uri).sample_ids == ["s"]
-
-
-# One shared directory
-
-
-def test_a_worker_reads_the_schedulers_nonce_in_a_shared_directory_only(
-    tmp_path: Path, root: Path, engine: Engine
-) -> None:
-    elsewhere = FileStoreWriter(str(tmp_path / "elsewhere"))
-    assert elsewhere.read_nonces() == []
-    second = FileStoreCommitter(str(root))
-    second.leave_nonce("another/nonce")
-    assert sorted(engine.writer.read_nonces()) == ["another/nonce", f"nonce-{RUN}"]
-    second.close()
-    assert engine.writer.read_nonces() == [f"nonce-{RUN}"]
-
-
-def test_a_nonce_of_an_engine_that_starts_is_not_swept(root: Path) -> None:
-    Engine(root).close()
-    starting = FileStoreCommitter(str(root))
-    starting.leave_nonce("nonce")
-    with pytest.raises(Refused, match="in use"):
-        verify_store(root, gc=True)
-    starting.close()
-    verify_store(root, gc=True)
-
-
-# Duplicates
 
 
 def test_a_committed_sample_is_not_committed_again(root: Path, engine: Engine) -> None:
@@ -484,25 +289,6 @@ def test_of_two_commits_in_a_race_the_earliest_counts(
     assert dataset["s"].manifest.attempt == first.attempt
 
 
-# Before a commit
-
-
-@pytest.mark.parametrize("harm", ["remove", "truncate"])
-def test_a_sample_whose_fragment_is_gone_is_not_committed(
-    root: Path, engine: Engine, harm: str
-) -> None:
-    made = engine.publish(engine.ref("s"), 5)
-    path = root / made.fragments[1].path
-    if harm == "remove":
-        path.unlink()
-    else:
-        os.truncate(path, 10)
-    with pytest.raises(StoreError, match=r"1\.safetensors"):
-        engine.committer.commit(made)
-    assert visible(root) == []
-    assert not engine.committer.is_committed(RUN, "s")
-
-
 def test_a_manifest_of_another_kind_is_not_committed(root: Path, engine: Engine) -> None:
     made = engine.publish(engine.ref("s"), 5)
     changed = type(made)(**{
@@ -530,164 +316,6 @@ def test_a_failed_attempt_leaves_its_cause_and_a_retry_works(root: Path, engine:
     assert open_store_reader(root).failures(None, "s") == []
 
 
-# Disks that refuse
-
-
-def test_a_read_only_directory_is_named_at_once(mount_tmpfs: Callable[[int], Tmpfs]) -> None:
-    tmpfs = mount_tmpfs(1)
-    engine = Engine(tmpfs.path / "store")
-    engine.export("s")
-    made = engine.publish(engine.ref("t"), 5)
-    engine.committer._log.close()  # type: ignore[union-attr]  # an open file forbids the remount
-    tmpfs.make_read_only()
-    path = str(tmpfs.path / "store")
-    with pytest.raises(StoreError, match=f"{path}.*EROFS.*mounted writable"):
-        FileStoreWriter(path)
-    with pytest.raises(StoreError, match="EROFS"):
-        Engine(tmpfs.path / "store")
-    with pytest.raises(StoreError, match=f"{path}.*EROFS"):
-        engine.committer.commit(made)
-    with pytest.raises(StoreError, match="EROFS"):
-        engine.committer.record_error(engine.ref("t"), 0, "cause")
-    engine.publisher.submit(job(engine.tapped, engine.ref("u"), 0, 5))
-    (report,) = drain(engine.publisher, 1)
-    assert report.error is not None
-    assert "EROFS" in report.error
-    assert visible(tmpfs.path / "store") == ["s"]
-
-
-def test_a_full_disk_fails_the_sample_and_leaves_nothing_of_it(
-    mount_tmpfs: Callable[[int], Tmpfs],
-) -> None:
-    tmpfs = mount_tmpfs(4)
-    root = tmpfs.path / "store"
-    engine = Engine(root)
-    engine.export("fits", tokens=1000)
-    before, free_bytes = files(root), tmpfs.free_bytes()
-    tokens = 100_000  # 6.4 MB a stage
-    for stage in (0, 1):
-        engine.publisher.submit(job(engine.tapped, engine.ref("too large"), stage, tokens))
-    for report in drain(engine.publisher, 2):
-        assert report.error is not None
-        for part in ("StoreError", str(root), "ENOSPC", "free some space"):
-            assert part in report.error
-        assert any(f"({size} bytes)" in report.error for size in range(6_400_000, 7_300_000))
-    assert files(root) == before
-    assert tmpfs.free_bytes() > free_bytes - 64 * 1024
-    assert visible(root) == ["fits"]
-    engine.export("fits too", tokens=1000)
-    assert visible(root) == ["fits", "fits too"]
-    engine.close()
-
-
-def test_a_commit_that_does_not_fit_is_taken_back(mount_tmpfs: Callable[[int], Tmpfs]) -> None:
-    tmpfs = mount_tmpfs(4)
-    root = tmpfs.path / "store"
-    engine = Engine(root)
-    engine.export("before")
-    ref = engine.ref("s")
-    made = engine.publish(ref, 5)
-    large = manifest(engine.tapped, ref, made.fragments, 5, metadata={"note": "x" * 60_000})
-    filler = tmpfs.path / "filler"
-    filler.write_bytes(bytes(max(0, tmpfs.free_bytes() - 8192)))
-    (log,) = (root / "commits").iterdir()
-    size_bytes = log.stat().st_size
-    with pytest.raises(StoreError, match=r"commits/.*\(6\d{4} bytes\).*ENOSPC"):
-        engine.committer.commit(large)
-    assert log.stat().st_size == size_bytes
-    assert visible(root) == ["before"]
-    assert not engine.committer.is_committed(RUN, "s")
-    filler.unlink()
-    engine.committer.commit(large)
-    assert visible(root) == ["before", "s"]
-    assert len(list((root / "commits").iterdir())) == 1
-    engine.close()
-
-
-def failing(error: int) -> Callable[..., None]:
-    def fail(*_: Any) -> None:
-        raise OSError(error, os.strerror(error))
-
-    return fail
-
-
-def test_a_commit_that_is_not_durable_is_taken_back(
-    root: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = engine.publish(engine.ref("s"), 5)
-    real_fsync = os.fsync
-    fails = [True]
-
-    def fsync(fd: int) -> None:
-        if fails and os.readlink(f"/proc/self/fd/{fd}").endswith(".jsonl"):
-            fails.clear()
-            failing(5)()
-        real_fsync(fd)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(StoreError, match=r"EIO.*check the disk"):
-        engine.committer.commit(made)
-    assert visible(root) == []
-    engine.committer.commit(made)
-    assert visible(root) == ["s"]
-
-
-def test_a_log_that_cannot_be_cleaned_is_left_for_a_new_one(
-    root: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine.export("before")
-    made = engine.publish(engine.ref("s"), 5)
-    real_write = os.write
-
-    def half(fd: int, data: memoryview) -> int:
-        if len(data) < 100:
-            failing(28)()
-        return real_write(fd, data[: len(data) // 2])
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", half)
-        patch.setattr(os, "ftruncate", failing(5))
-        with pytest.raises(StoreError, match="ENOSPC"):
-            engine.committer.commit(made)
-    assert visible(root) == ["before"]
-    engine.committer.commit(made)
-    assert len(list((root / "commits").iterdir())) == 2
-    assert visible(root) == ["before", "s"]
-
-
-def test_a_directory_that_was_removed_in_use_is_named(root: Path) -> None:
-    engine = Engine(root)
-    engine.export("s")
-    made = engine.publish(engine.ref("t"), 5)
-    shutil.move(root, root.with_name("moved"))
-    with pytest.raises(StoreError, match="moved or removed while in use"):
-        engine.committer.commit(made)
-    engine.publisher.submit(job(engine.tapped, engine.ref("u"), 1, 5))
-    (report,) = drain(engine.publisher, 1)
-    assert report.error is not None
-    assert "moved or removed while in use" in report.error
-    assert not root.exists()
-    engine.close()
-
-
-def test_a_log_that_was_replaced_takes_no_commits_with_it(root: Path, engine: Engine) -> None:
-    made = engine.publish(engine.ref("s"), 5)
-    (log,) = (root / "commits").iterdir()
-    log.unlink()
-    log.touch()
-    with pytest.raises(StoreError, match="was replaced while in use"):
-        engine.committer.commit(made)
-
-
-def test_a_store_that_is_a_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(StoreError, match=f"{path}.*another directory"):
-            FileStoreWriter(str(path))
-        with pytest.raises(ForeignStore):
-            stagetap.open_dataset(path)
-
-
 def _export_many(root: Path, name: str, start: Any) -> None:
     engine = Engine(root, run=RUN)
     start.wait(30)
@@ -712,32 +340,3 @@ def test_two_engines_write_to_one_store_at_once(root: Path) -> None:
     times = [(e.committed_at_ns, e.writer, e.line) for e in dataset.entries]
     assert times == sorted(times)
     assert len(list(dataset)) == 30
-
-
-def test_what_no_engine_could_use_is_told_before_one_starts(tmp_path: Path) -> None:
-    kind = KnownKind(layer_ids=(1, 2))
-    check_store(tmp_path / "new", kind)
-    assert not (tmp_path / "new").exists()
-    (tmp_path / "empty").mkdir()
-    check_store(tmp_path / "empty", kind)
-    file = tmp_path / "file"
-    file.write_text("x")
-    with pytest.raises(Refused, match="is no directory"):
-        check_store(file, kind)
-    with pytest.raises(Refused, match="holds other things"):
-        check_store(tmp_path, kind)
-    engine = Engine(tmp_path / "store")
-    what = engine.tapped
-    engine.close()
-    held = KnownKind(
-        layer_ids=what.layer_ids, weights_fingerprint=what.weights_fingerprint, dtype=what.dtype
-    )
-    for same in (held, msgspec.structs.replace(held, weights_fingerprint=None, dtype=None)):
-        check_store(tmp_path / "store", same)
-    for other in (
-        {"layer_ids": (*what.layer_ids, 0)},
-        {"weights_fingerprint": "other"},
-        {"dtype": "float64"},
-    ):
-        with pytest.raises(Refused, match=f"holds data with {next(iter(other))}"):
-            check_store(tmp_path / "store", msgspec.structs.replace(held, **other))
