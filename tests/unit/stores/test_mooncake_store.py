@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from stagetap.errors import (
-    ChecksumMismatch,
-    CorruptLog,
     DuplicateSample,
     ForeignFile,
     ForeignStore,
@@ -18,62 +16,25 @@ from stagetap.errors import (
     Refused,
     SampleNotFound,
     StoreError,
-    TokenMismatch,
-    TruncatedFragment,
 )
 from stagetap.reader.dataset import HiddenStatesDataset
 from stagetap.reader.order import CommitOrder
-from stagetap.stores.base import SampleRef
 from stagetap.stores.mooncake_buffers import BufferPool
-from stagetap.stores.mooncake_committer import MooncakeStoreCommitter
-from stagetap.stores.mooncake_layout import MARK_EVERY, PAGE_WINDOW, sample_commit_key
+from stagetap.stores.mooncake_layout import PAGE_WINDOW, sample_commit_key
 from stagetap.stores.mooncake_objects import StoreFull
 from stagetap.stores.mooncake_reader import MooncakeStoreReader
 from stagetap.stores.mooncake_verify import verify_run
-from stagetap.stores.mooncake_writer import MooncakeStoreWriter
-from store_samples import RUN, Engine, drain, job, states, tapped, token_ids
+from store_samples import RUN, states, tapped, token_ids
 from unit.stores.memory_objects import Died, Master, MemoryObjects, dies_at, fails_at
-
-
-def make_engine(master: Master, **changes: object) -> Engine:
-    run = str(changes.get("run", RUN))
-    committer = MooncakeStoreCommitter(MemoryObjects(master), run, 0.2)
-    writer = MooncakeStoreWriter(MemoryObjects(master), run, room_timeout_s=0.2)
-    return Engine((committer, writer), **changes)  # type: ignore[arg-type]
-
-
-def objects_of(engine: Engine) -> MemoryObjects:
-    assert isinstance(engine.committer, MooncakeStoreCommitter)
-    assert isinstance(engine.committer._objects, MemoryObjects)
-    return engine.committer._objects
-
-
-def reader_of(master: Master, run: str = RUN, lease_wait_s: float = 1.0) -> MooncakeStoreReader:
-    return MooncakeStoreReader(
-        lambda: MemoryObjects(master), run, lease_wait_s=lease_wait_s, force_remove=False
-    )
-
-
-def dataset_of(master: Master, verify: bool | None = True) -> HiddenStatesDataset:
-    dataset = HiddenStatesDataset(reader_of(master), CommitOrder(), verify=verify)
-    dataset.refresh()
-    return dataset
-
-
-def sample_keys(master: Master) -> list[str]:
-    """All but what a run keeps for itself."""
-    return [
-        key
-        for key in master.objects
-        if not key.endswith("/stagetap.json") and "/writers/" not in key and ".mark" not in key
-    ]
-
-
-def errors_of(engine: Engine, ref: SampleRef, tokens: int) -> list[str]:
-    """Publish what cannot be published; why, by every stage."""
-    for stage in (0, 1):
-        engine.publisher.submit(job(engine.tapped, ref, stage, tokens))
-    return [report.error or "" for report in drain(engine.publisher, 2)]
+from unit.stores.memory_store import (
+    dataset_of,
+    errors_of,
+    make_engine,
+    objects_of,
+    reader_of,
+    sample_keys,
+    with_one_far_sample,
+)
 
 
 @pytest.fixture
@@ -196,15 +157,6 @@ def test_a_commit_that_cannot_be_read_back_is_none_or_is_found(
     assert dataset_of(master).sample_ids == ["s"]
 
 
-def test_a_commit_over_a_damaged_one_names_it(master: Master) -> None:
-    engine = make_engine(master)
-    engine.export("s")
-    key = sample_commit_key(RUN, "s")
-    master.objects[key] = flip(master.objects[key], -2)
-    with pytest.raises(CorruptLog, match=key):
-        engine.export("s")
-
-
 def test_what_was_deleted_is_out_of_the_store_when_the_process_ends(master: Master) -> None:
     master.lease_s = 0.3
     engine = make_engine(master)
@@ -297,18 +249,6 @@ def test_state_of_a_run_that_nobody_consumes_is_resumed(master: Master) -> None:
     assert again.sample_ids == [f"s{number}" for number in range(5)]
 
 
-def with_one_far_sample(master: Master) -> Engine:
-    """An engine whose sample `last` lies behind the pages of many that are consumed."""
-    engine = make_engine(master)
-    names = [f"s{number}" for number in range(4 * MARK_EVERY + 59)]
-    for name in (*names, "last"):
-        engine.export(name, tokens=1)
-    dataset = dataset_of(master)
-    for name in names:
-        dataset.delete(name)
-    return engine
-
-
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_lost_mark_hides_no_page(master: Master, lost: int) -> None:
     with_one_far_sample(master)
@@ -398,165 +338,6 @@ def test_a_fragment_that_was_removed_is_named(master: Master, slot_bytes: int) -
             dataset["s"]
         assert (caught.value.sample_id, caught.value.stage, caught.value.layer) == ("s", 1, 4)
         master.objects = whole
-
-
-def flip(data: bytes, position: int = 0) -> bytes:
-    changed = bytearray(data)
-    changed[position] ^= 1
-    return bytes(changed)
-
-
-def test_a_flipped_byte_is_seen(master: Master) -> None:
-    engine = make_engine(master)
-    made = engine.export("s")
-    path = made.fragments[1].path
-    good = master.objects[path]
-    master.objects[path] = flip(good, 5)
-    for verify in (True, None):
-        with pytest.raises(ChecksumMismatch, match="stage 1"):
-            dataset_of(master, verify)["s"]
-    dataset_of(master, verify=False)["s"]
-    master.objects[path] = good
-    ids = f"{made.fragments[0].path}/input_ids"
-    master.objects[ids] = flip(master.objects[ids])
-    with pytest.raises(TokenMismatch):
-        dataset_of(master, verify=False)["s"]
-
-
-def test_other_sizes_are_seen_without_verifying(master: Master) -> None:
-    engine = make_engine(master)
-    made = engine.export("s")
-    path = made.fragments[1].path
-    good = master.objects[path]
-    for wrong, error in ((good[:-1], TruncatedFragment), (good + b"x", ForeignFile)):
-        master.objects[path] = wrong
-        with pytest.raises(error):
-            dataset_of(master, verify=False)["s"]
-
-
-@pytest.mark.parametrize("name", ["commit", "stagetap.json", "writers/0", ".0"])
-def test_a_damaged_record_is_named(master: Master, name: str) -> None:
-    engine = make_engine(master)
-    engine.export("s")
-    key = next(key for key in master.objects if key.endswith(name))
-    master.objects[key] = flip(master.objects[key], -2)
-    with pytest.raises(CorruptLog, match=key):
-        dataset_of(master)["s"]
-
-
-@pytest.mark.parametrize("name", ["writers/0", "stagetap.json"])
-def test_what_introduces_a_run_is_put_right_by_the_next_commit(master: Master, name: str) -> None:
-    """As after a write that a dead link held up, into memory that is another object's by now."""
-    engine, other = make_engine(master), make_engine(master)
-    engine.export("before")
-    key = next(key for key in master.objects if key.endswith(name))
-    right = master.objects[key]
-    master.objects[key] = flip(right, -2)
-    other.export("other's")
-    engine.export("after")
-    assert master.objects[key] == right
-    assert sorted(dataset_of(master).sample_ids) == ["after", "before", "other's"]
-
-
-def test_what_is_damaged_of_one_engine_hides_nothing_of_another(master: Master) -> None:
-    first, second = make_engine(master), make_engine(master)
-    first.export("first")
-    second.export("second")
-    key = next(key for key in master.objects if key.endswith("writers/0"))
-    master.objects[key] = flip(master.objects[key], -2)
-    reader = reader_of(master)
-    with pytest.raises(CorruptLog, match=f"{key} .* with the next sample that it commits"):
-        reader.poll()
-    assert [entry.sample_id for entry in reader.poll()[0]] == ["second"]
-    reader._index._looked = float("-inf")  # type: ignore[union-attr]
-    assert reader.poll() == ([], [])  # said once
-    assert make_engine(master).committer.is_committed(RUN, "first")
-
-
-def test_a_number_that_another_engine_took_is_not_ours(master: Master) -> None:
-    """After a restart of the master: of two engines the second one begins the run anew."""
-    first, second = make_engine(master), make_engine(master)
-    master.objects.clear()
-    second.export("second")
-    first.export("first")
-    assert sorted(dataset_of(master).sample_ids) == ["first", "second"]
-
-
-@pytest.mark.parametrize("damaged", [(0,), (1,), (0, 1)])
-def test_a_damaged_mark_hides_no_page(master: Master, damaged: tuple[int, ...]) -> None:
-    engine = with_one_far_sample(master)
-    for number in damaged:
-        key = next(key for key in master.objects if key.endswith(f".mark{number}"))
-        master.objects[key] = flip(master.objects[key], -2)
-    if len(damaged) == 2:
-        with pytest.raises(CorruptLog, match="mark0 is damaged"):
-            dataset_of(master)
-        for number in range(MARK_EVERY):
-            engine.export(f"later{number}", tokens=1)
-        assert len(dataset_of(master)) == 1 + MARK_EVERY
-    else:
-        assert dataset_of(master).sample_ids == ["last"]
-
-
-def test_a_damaged_mark_of_a_young_run_hides_no_page(master: Master) -> None:
-    engine = make_engine(master)
-    engine.export("before")
-    for name in ("writers/0", ".mark0"):
-        key = next(key for key in master.objects if key.endswith(name))
-        master.objects[key] = flip(master.objects[key], -2)
-    with pytest.raises(CorruptLog, match="writers/0 is damaged"):
-        dataset_of(master)
-    engine.export("after")
-    assert dataset_of(master).sample_ids == ["before", "after"]
-
-
-def test_a_damaged_page_hides_no_other(master: Master) -> None:
-    engine = make_engine(master)
-    for number in range(3):
-        engine.export(f"s{number}")
-    key = next(key for key in master.objects if key.endswith(".1"))
-    master.objects[key] = flip(master.objects[key], -2)
-    reader = reader_of(master)
-    with pytest.raises(CorruptLog):
-        reader.poll()
-    assert [entry.sample_id for entry in reader.poll()[0]] == ["s0", "s2"]
-
-
-def torn(objects: MemoryObjects, key: str, other: str) -> None:
-    """Let the next read of `key` meet its removal: it brings what is stored in its place."""
-    get = objects.get
-
-    def get_other(asked: str) -> bytes | None:
-        if asked != key:
-            return get(asked)
-        objects.get = get  # type: ignore[method-assign]
-        objects.master.objects.pop(key)
-        return get(other)
-
-    objects.get = get_other  # type: ignore[method-assign]
-
-
-def test_what_is_read_while_it_is_removed_is_not_believed(master: Master) -> None:
-    engine = make_engine(master)
-    made = [engine.export(name) for name in ("a", "b", "c")]
-    dataset = dataset_of(master)
-    objects = dataset._reader.connection.objects  # type: ignore[attr-defined]
-    objects.exist = lambda keys: [key in master.objects for key in keys]
-    commits = [sample_commit_key(RUN, name) for name in ("a", "b", "c")]
-    torn(objects, commits[0], commits[1])
-    with pytest.raises(SampleNotFound):
-        dataset["a"]
-    unverified = HiddenStatesDataset(dataset._reader, dataset._order)
-    torn(objects, made[1].fragments[0].path, made[2].fragments[0].path)
-    with pytest.raises(MissingFragment, match="stage 0"):
-        unverified["b"]
-    late = reader_of(master)
-    late_objects = late.connection.objects
-    assert isinstance(late_objects, MemoryObjects)
-    late_objects.exist = objects.exist  # type: ignore[method-assign]
-    pages = sorted(key for key in master.objects if "/index/" in key and "mark" not in key)
-    torn(late_objects, pages[1], pages[2])
-    assert [entry.sample_id for entry in late.poll()[0]] == ["c"]
 
 
 def test_an_attempt_of_another_place_is_refused(master: Master) -> None:

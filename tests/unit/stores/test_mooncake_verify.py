@@ -12,7 +12,7 @@ from stagetap.stores.mooncake_verify import verify_run
 from stagetap.stores.verify_report import VerifyReport
 from store_samples import RUN, Engine
 from unit.stores.memory_objects import Died, Master, dies_at
-from unit.stores.test_mooncake_store import flip, make_engine, objects_of, reader_of
+from unit.stores.memory_store import flip, make_engine, objects_of, reader_of
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from stagetap.reader.online import OnlineStream, consume
 from stagetap.stores.mooncake_objects import StoreFull
 from store_samples import RUN, states
 from unit.stores.memory_objects import Died, Master, MemoryObjects, dies_at, fails_at
-from unit.stores.test_mooncake_store import make_engine, reader_of, sample_keys
+from unit.stores.memory_store import make_engine, reader_of, sample_keys
 
 
 def stream_of(master: Master, **changes: Any) -> OnlineStream:
