@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,12 @@ from drafts.tiny_k3 import draft, draft_config, write_target
 from stagetap import Refused, SampleNotFound, open_dataset
 from stagetap.fingerprint import weights_fingerprint
 from stagetap.stores.base import Invariant
+from stagetap.taps import ID_CONVENTION
 from stagetap.training.backend import StageTapBackend
 from stagetap.training.reads import DraftReads, check_dataset, draft_reads
 from stagetap.training.rows import write_rows
 from stagetap.training.summary import taken_lines
-from store_samples import states
+from store_samples import Engine, states, tapped
 from training.conftest import Export
 from training.test_transfer import rows_of
 
@@ -39,6 +41,9 @@ def arguments(target: Path, **changes: Any) -> argparse.Namespace:
         "target_layer_ids": [4, 2],
         "from_pretrained": "",
         "draft_config": "",
+        "draft_vocab_size": None,
+        "d2t_path": None,
+        "data_path": "rows",
         "on_missing": "generate",
         "stagetap_store": None,
         "stagetap_run": None,
@@ -70,6 +75,7 @@ def invariant(**changes: Any) -> Invariant:
     return Invariant(**(fields | changes))
 
 
+LEFT_OUT = "left out for having no sample"
 READS = DraftReads(taps=(4, 2), stream="residual", hidden_size=16, num_hidden_layers=6)
 
 
@@ -199,6 +205,7 @@ def test_rows_without_a_sample(
     assert "1 of 2 rows" in caplog.text
     if on_missing in ("skip", "warn"):
         assert transfer.get_cached(1) is None
+        assert taken_lines() == [f"{LEFT_OUT}: 1 of 1 row that the trainer asked for"]
     else:
         with pytest.raises(SampleNotFound, match=r"row 1 of .* after 0.1 s"):
             transfer.get_cached(1)
@@ -222,6 +229,55 @@ def test_short_rows_are_left_out_and_counted(
         with pytest.raises(Refused, match=r"3 of 3 rows .* nothing is left to train on"):
             StageTapBackend.from_train_args(args, rows)
     assert not taken_lines()
+
+
+def test_rows_that_lose_their_samples_are_counted_and_never_all_of_them(
+    store: Path, export: Export, target: Path, tmp_path: Path
+) -> None:
+    """What `skip` passes over is said at the end, and training on nothing is an error."""
+    export("a", 7, 0)
+    export("b", 7, 1)
+    rows = rows_of(tmp_path / "rows", (7, 0), (7, 1))
+    args = arguments(target, stagetap_store=str(store), on_missing="skip")
+    transfer = StageTapBackend.from_train_args(args, rows)
+    assert transfer.get_cached(0) is not None
+    assert not taken_lines()
+
+    transfer = StageTapBackend.from_train_args(args, rows)
+    in_a_worker = pickle.loads(pickle.dumps(transfer))
+    open_dataset(store).delete("a")
+    assert in_a_worker.get_cached(0) is None
+    assert transfer.get_cached(1) is not None
+    assert transfer.get_cached(0) is None
+    assert taken_lines() == [
+        "left out for having no sample: 2 of 3 rows that the trainer asked for"
+    ]
+
+    transfer = StageTapBackend.from_train_args(args, rows)
+    assert transfer.get_cached(1) is not None
+    open_dataset(store).delete("b")
+    assert transfer.get_cached(0) is None
+    with pytest.raises(SampleNotFound, match=r"none of the last 2 rows .* nothing is trained any"):
+        transfer.get_cached(1)
+    assert taken_lines() == [
+        "left out for having no sample: 2 of 3 rows that the trainer asked for"
+    ]
+
+
+def test_a_sample_in_two_runs_is_refused_before_the_first_step(
+    store: Path, export: Export, target: Path, tmp_path: Path
+) -> None:
+    export("a", 7, 0)
+    what = tapped(weights_fingerprint=weights_fingerprint(target), id_convention=ID_CONVENTION)
+    other = Engine(store, what, run="run-2")
+    other.export("a", tokens=7)
+    other.close()
+    rows = rows_of(tmp_path / "rows", (7, 0))
+    args = arguments(target, stagetap_store=str(store))
+    with pytest.raises(Refused, match=r"in the runs run-1, run-2.*here: --stagetap-run RUN"):
+        StageTapBackend.from_train_args(args, rows)
+    args.stagetap_run = "run-1"
+    assert StageTapBackend.from_train_args(args, rows).get_cached(0) is not None
 
 
 def test_rows_that_teach_nothing(store: Path, export: Export, target: Path, tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from safetensors import safe_open
 from stagetap import open_dataset
 from stagetap.cli.train import train_command
 from stagetap.training.rows import write_rows
+from tmpfs import Tmpfs
 from training.command import DSPARK, metrics, train
 from training.conftest import Export
 
@@ -70,6 +73,44 @@ def test_it_goes_on_with_its_own_draft_alone(
         "with taps [4, 2], this one has [2, 4]: give the same draft, or another --save-path"
     )
     assert not (tmp_path / "draft/2").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.parametrize("left_kib", [16, 40])
+def test_a_checkpoint_that_does_not_fit_is_one_line_and_the_one_before_it_goes_on(
+    store: Path,
+    rows: Path,
+    target: Path,
+    mount_tmpfs: Callable[[int], Tmpfs],
+    tmp_path: Path,
+    left_kib: int,
+) -> None:
+    """The weights do not fit, or what the optimizer keeps beside them (16 and 45 KiB here)."""
+    disk = mount_tmpfs(4)
+    draft, filler = disk.path / "draft", disk.path / "filler"
+    common = [
+        *DSPARK,
+        *("--verifier-name-or-path", target, "--data-path", rows, "--train-data-ratio", "0.75"),
+        *("--hidden-states-backend", "stagetap", "--stagetap-store", store),
+        *("--save-path", draft),
+    ]
+    assert train(*common, "--epochs", "1", cwd=tmp_path).returncode == 0
+    filler.write_bytes(bytes(disk.free_bytes() - left_kib * 1024))
+    ended = train(*common, "--epochs", "2", cwd=tmp_path)
+    assert ended.returncode == 1, ended.stderr[-4000:]
+    assert ended.stderr.splitlines()[-1].startswith(
+        f"stagetap: error: a checkpoint cannot be written below {draft} ("
+    )
+    assert "Traceback" not in ended.stderr
+    filler.unlink()
+    ended = train(*common, "--epochs", "2", cwd=tmp_path)
+    assert ended.returncode == 2, ended.stderr[-4000:]
+    assert "draft/1, which training would go on with, is not whole (" in ended.stderr
+    shutil.rmtree(draft / "1")
+    ended = train(*common, "--epochs", "2", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    assert (draft / "1/model.safetensors").is_file()
 
 
 def test_a_dataset_that_no_backend_would_read(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from stagetap.errors import Refused
 from stagetap.taps import STREAM_MIXTURE, STREAM_PREFIX_SUM, STREAM_RESIDUAL
 from stagetap.training.metrics_file import write_metrics_to
 from stagetap.training.reads import check_dataset, check_target, draft_reads
-from stagetap.training.resume import check_resumed
+from stagetap.training.resume import check_resumed, check_started_from
 from stagetap.training.summary import say_at_the_end
+from stagetap.training.tally import Tally
 from stagetap.training.training_rows import check_learnt_from
 from stagetap.training.transfer import Source, StageTapTransfer
 from stagetap.wording import counted
@@ -109,7 +110,8 @@ class StageTapBackend(HiddenStatesBackend):
                 "find nothing: give --epochs 1, or keep the samples"
             )
         reads = draft_reads(args)
-        check_resumed(args, reads)
+        check_started_from(args)
+        done = check_resumed(args, reads)
         source = Source(
             uri=args.stagetap_store,
             run=args.stagetap_run,
@@ -121,11 +123,14 @@ class StageTapBackend(HiddenStatesBackend):
         check_dataset(source.uri, stored, reads)
         if args.stagetap_target == "same":
             check_target(source.uri, stored, args.verifier_name_or_path)
+        may_miss = args.on_missing in ("skip", "warn")
+        tally = Tally() if may_miss else None
         transfer = StageTapTransfer(
             source,
             data_path,
             reads.columns,
-            may_miss=args.on_missing in ("skip", "warn"),
+            may_miss=may_miss,
+            tally=tally,
             total_seq_len=args.total_seq_len,
             min_loss_tokens=args.stagetap_min_loss_tokens,
             remove=remove,
@@ -140,6 +145,10 @@ class StageTapBackend(HiddenStatesBackend):
             if short is not None:
                 logger.info(short)
                 say_at_the_end(short)
+            if done is not None:
+                say_at_the_end(done)
+            if tally is not None:
+                say_at_the_end(lambda: _missed(tally))
             # Behind speculators' own set-up of logging, which would drop it.
             if args.stagetap_metrics is not None:
                 write_metrics_to(Path(args.stagetap_metrics))
@@ -168,6 +177,16 @@ def _short_rows(loss_tokens: list[int], data_path: str, min_loss_tokens: int) ->
     if short == len(loss_tokens):
         raise Refused(f"{found}: nothing is left to train on; give a lower number, or longer rows")
     return found
+
+
+def _missed(tally: Tally) -> str | None:
+    """How many rows had no sample when the trainer asked for them; None of none. Ends the count."""
+    missed, asked = tally.missed(), tally.asked()
+    tally.remove()
+    if not missed:
+        return None
+    rows = counted(asked, "row")
+    return f"left out for having no sample: {missed} of {rows} that the trainer asked for"
 
 
 def _check_each_row_once(transfer: StageTapTransfer, data_path: str) -> None:

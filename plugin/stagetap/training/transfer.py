@@ -17,6 +17,7 @@ from stagetap.publish.finite import first_nonfinite
 from stagetap.reader.dataset import HiddenStatesDataset, open_dataset
 from stagetap.reader.sample import Sample
 from stagetap.stores.base import Invariant, open_store_reader
+from stagetap.training.tally import Tally
 from stagetap.training.token_index import TokenIndex
 from stagetap.training.training_rows import TrainingRow, TrainingRows
 
@@ -77,6 +78,7 @@ class StageTapTransfer(HiddenStatesTransfer):
         total_seq_len: int | None = None,
         min_loss_tokens: int = 0,
         remove: bool = False,
+        tally: Tally | None = None,
     ) -> None:
         """
         Args:
@@ -86,6 +88,7 @@ class StageTapTransfer(HiddenStatesTransfer):
             total_seq_len: tokens of a batch, to which a longer row is cut; None for no limit.
             min_loss_tokens: rows with fewer tokens to learn from are left out.
             remove: whether a sample is removed from the store once it was read.
+            tally: counts rows that were asked for, where one without a sample is no error.
         """
         self._source = source
         self.may_miss = may_miss
@@ -93,6 +96,7 @@ class StageTapTransfer(HiddenStatesTransfer):
         self._columns = columns
         self._min_loss_tokens = min_loss_tokens
         self._remove = remove
+        self._tally = tally
         self._index = TokenIndex()
         self._dataset: HiddenStatesDataset | None = None
         self._rows = TrainingRows(data_path, total_seq_len)
@@ -107,7 +111,8 @@ class StageTapTransfer(HiddenStatesTransfer):
 
         Raises:
             Refused: several runs hold the sample, or the row contradicts itself.
-            SampleNotFound: there is none, and there has to be one.
+            SampleNotFound: there is none, and there has to be one; or there was none for as many
+                rows in a row as there are, so that nothing is trained any more.
             NonFinite: a state that the draft would read is NaN or Inf.
             StageTapError: there is a sample, and it is not whole.
         """
@@ -115,8 +120,11 @@ class StageTapTransfer(HiddenStatesTransfer):
         if self._is_short(row):
             return SampleUnavailable(reason=f"row {file_idx} has too few tokens to learn from")
         sample = self._find(token_digest(row.input_ids))
+        if self._tally is not None:
+            self._tally.note(sample is not None)
         if sample is None:
             if self.may_miss:
+                self._check_some_are_found()
                 return None
             raise SampleNotFound(
                 f"row {file_idx} of {self._data_path} has no sample in {self._source.uri}"
@@ -133,8 +141,13 @@ class StageTapTransfer(HiddenStatesTransfer):
         raise Refused("StageTap's samples are captured, not made by requests of the trainer")
 
     def rows_without_sample(self) -> list[int]:
-        """Positions of rows that have no sample now, without those that are left out anyway."""
-        self._index.learn(self._open())
+        """Positions of rows that have no sample now, without those that are left out anyway.
+
+        Raises Refused for a row whose sample is in several runs.
+        """
+        dataset = self._open()
+        self._index.learn(dataset)
+        self._check_one_run(dataset)
         return [position for position, digest in self._rows_read() if not self._index.find(digest)]
 
     def repeated_rows(self) -> tuple[int, int] | None:
@@ -195,6 +208,23 @@ class StageTapTransfer(HiddenStatesTransfer):
 
     def _is_short(self, row: TrainingRow) -> bool:
         return row.loss_tokens < self._min_loss_tokens
+
+    def _check_one_run(self, dataset: HiddenStatesDataset) -> None:
+        runs: dict[str, set[str]] = {}
+        for entry in dataset.entries:
+            runs.setdefault(entry.sample_id, set()).add(entry.run_id)
+        for _, digest in self._rows_read():
+            sample_id = self._index.find(digest)
+            if sample_id is not None and len(runs.get(sample_id, ())) > 1:
+                self._read(dataset, sample_id)  # raises, naming the runs
+
+    def _check_some_are_found(self) -> None:
+        if self._tally is not None and self._tally.in_vain(self.row_count):
+            raise SampleNotFound(
+                f"none of the last {self.row_count} rows of {self._data_path} that were asked for "
+                f"had a sample in {self._source.uri}: nothing is trained any more; capture them "
+                "again, and go on from the last checkpoint"
+            )
 
     def _check_finite(self, sample: Sample, states: torch.Tensor) -> None:
         if (found := first_nonfinite(states)) is not None:
