@@ -25,10 +25,11 @@ _KIB, _MIB, _GIB, _TIB = (1024**power for power in (1, 2, 3, 4))
 LEAST_LENT_BYTES = 16 * _MIB
 """Mooncake lends no smaller piece of memory."""
 
+_SIZE_DIGITS = 19
 _SIZE_UNITS = {"": 1, "B": 1, "KIB": _KIB, "MIB": _MIB, "GIB": _GIB, "TIB": _TIB}
-_SIZE = re.compile(r"([0-9]{1,30})\s*([A-Za-z]*)")
+_SIZE = re.compile(r"([0-9]+)\s*([A-Za-z]*)")
 _TIME_UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0}
-_TIME = re.compile(r"([0-9]{1,30}(?:\.[0-9]+)?)\s*([a-z]*)")
+_TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)")
 _MOST_SECONDS = 10**9
 _MOST_REPLICAS = 1024
 _SWITCH = {"on": True, "off": False}
@@ -179,8 +180,9 @@ def parse_size(text: str) -> int:
     unit = found.group(2).upper() if found else ""
     if not found or unit not in _SIZE_UNITS:
         raise ValueError(f"{text!r} is no size: write bytes, or 512MiB, 4GiB")
-    size = int(found.group(1)) * _SIZE_UNITS[unit]
-    if size >= 2**63:
+    digits = found.group(1).lstrip("0") or "0"
+    # Python reads no number of thousands of digits.
+    if len(digits) > _SIZE_DIGITS or (size := int(digits) * _SIZE_UNITS[unit]) >= 2**63:
         raise ValueError(f"{shown(text)} is out of range: no machine has as much")
     return size
 
