@@ -14,7 +14,7 @@ from stagetap.reader.offers import Offer
 from stagetap.reader.sample import Sample
 from stagetap.stores.base import SampleRef
 from stagetap.stores.mooncake_layout import ack_key, claim_key
-from stagetap.stores.mooncake_objects import create
+from stagetap.stores.mooncake_objects import ABANDONED_SECONDS, create
 from stagetap.stores.mooncake_reader import MooncakeStoreReader
 from stagetap.stores.mooncake_records import Commit, Owner, decode_record, encode_record
 from stagetap.stores.mooncake_removal import Doomed
@@ -115,7 +115,8 @@ class Consumer:
         if self._how.sharing == "broadcast":
             return True
         key = claim_key(ref)
-        owner = create(objects, key, encode_record(key, Owner(consumer=us)), _ROOM_SECONDS)
+        record = encode_record(key, Owner(consumer=us))
+        owner = create(objects, key, record, _ROOM_SECONDS, others_s=ABANDONED_SECONDS)
         return decode_record(key, owner, Owner).consumer == us
 
     def _failed(self, offer: Offer, commit: Commit | None) -> Taken | None:

@@ -15,6 +15,10 @@ from stagetap.stores.mooncake_records import is_intact
 _PAUSE_SECONDS = (0.005, 0.2)  # the first pause between two tries, and the longest
 CREATE_SECONDS = 5.0
 
+ABANDONED_SECONDS = 45.0
+"""By then a key can be put that a process was putting when it died: the master gives it up after
+30 s (its -put_start_discard_timeout_sec)."""
+
 MAKE_ROOM = (
     "let consumers delete what they have read, or lend more memory (`stagetap store up --lend`, or "
     "global_segment_size of the engine's workers)"
@@ -111,12 +115,18 @@ def read(objects: Objects, key: str) -> bytes | None:
     return objects.get(key)
 
 
-def create(objects: Objects, key: str, data: bytes, timeout_s: float = CREATE_SECONDS) -> bytes:
+def create(
+    objects: Objects,
+    key: str,
+    data: bytes,
+    timeout_s: float = CREATE_SECONDS,
+    others_s: float = CREATE_SECONDS,
+) -> bytes:
     """Put a sealed object if there is none, and return the one that is there then, perhaps another.
 
     Of several who do this at once all get the same answer: the first put wins, and who wins is
     known only by reading. In a full store it waits for room. Raises StoreFull after `timeout_s`,
-    StoreError.
+    StoreError after `others_s` in which another one has not ended its put: see `ABANDONED_SECONDS`.
     """
     found: bytes | None = None
 
@@ -128,8 +138,12 @@ def create(objects: Objects, key: str, data: bytes, timeout_s: float = CREATE_SE
         return found is not None
 
     def put() -> None:
-        if not wait_until(is_there, CREATE_SECONDS):
-            raise StoreError(f"{key} is not there {CREATE_SECONDS:g} s after it was put", path=key)
+        if not wait_until(is_there, others_s):
+            raise StoreError(
+                f"{key} is not there {others_s:g} s after it was put: another process began to put "
+                "it and has not ended; try again",
+                path=key,
+            )
 
     put_when_there_is_room(put, timeout_s, key)
     assert found is not None

@@ -14,7 +14,7 @@ import pytest
 from stagetap.errors import Refused, StoreError
 from stagetap.stores import mooncake_client
 from stagetap.stores.mooncake_client import PROTOCOL_KEY, MooncakeClient, open_client
-from stagetap.stores.mooncake_objects import Placed, StoreFull
+from stagetap.stores.mooncake_objects import ABANDONED_SECONDS, Placed, StoreFull, create
 from stagetap.stores.mooncake_processes import Master, MemoryHost
 from stagetap.stores.mooncake_records import seal
 from stagetap.stores.mooncake_status import StatusError
@@ -46,6 +46,18 @@ def test_bytes_travel_between_two_clients(
     assert reader.size(key) == MIB
     assert reader.exist([key, key + "x"]) == [True, False]
     assert reader.exist([]) == []
+
+
+@pytest.mark.full
+def test_what_somebody_died_putting_can_be_put_in_the_end(
+    writer: MooncakeClient, reader: MooncakeClient, key: str
+) -> None:
+    """As a claim of a consumer that was killed: the others wait, and go on."""
+    assert writer._store.batch_put_session_start([key], [100], writer._config()) == [0]
+    record = seal(key, b"ours")
+    with pytest.raises(StoreError, match="another process began to put it and has not ended"):
+        create(reader, key, record, others_s=1.0)
+    assert create(reader, key, record, others_s=ABANDONED_SECONDS) == record
 
 
 def test_registered_memory_travels_whole_and_in_pieces(
