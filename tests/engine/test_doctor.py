@@ -54,3 +54,19 @@ def test_an_architecture_is_looked_up(checkpoint: Callable[..., str], tmp_path: 
     assert "You can update" not in no_type["found"]
     assert "encoder" in encoder["found"]
     assert all(each["cure"] for each in (no_class, no_type, encoder))
+
+
+def test_layers_are_felt_though_weights_are_made_up(
+    checkpoint: Callable[..., str],
+) -> None:
+    """What its layers add to the stream is felt in every tap but the embedding output."""
+    done = subprocess.run(
+        [sys.executable, "-m", "stagetap", "doctor", checkpoint("smollm2"), "--pp", "2", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    taps = json.loads(done.stdout)["taps"]
+    assert [tap["layer_id"] for tap in taps] == list(range(31))
+    assert all(" + " in tap["captured"] for tap in taps[1:])

@@ -20,6 +20,7 @@ from vllm.logger import init_logger
 from stagetap.engine.capture.attention_residuals import stream_of
 from stagetap.engine.capture.cache import TapCache
 from stagetap.engine.capture.decoder import Decoder, find_decoder
+from stagetap.engine.capture.dummy import felt_layers
 from stagetap.engine.capture.probe import ROWS, Probe
 from stagetap.engine.capture.self_check import Entry, SelfCheck, TapPlan, Verdict
 from stagetap.errors import Refused
@@ -73,7 +74,8 @@ def install_capture(
     Raises:
         Refused: the taps cannot be found, or the hooks do not capture them.
     """
-    _captures[vllm_config.instance_id] = _install(model, vllm_config, tuple(asked), forward)
+    with felt_layers(model, vllm_config.load_config.load_format):
+        _captures[vllm_config.instance_id] = _install(model, vllm_config, tuple(asked), forward)
 
 
 def installed_capture(vllm_config: VllmConfig) -> Capture:
