@@ -173,9 +173,8 @@ def _check_vocabulary(args: argparse.Namespace, draft: Path) -> None:
     weights, size = draft / WEIGHTS, args.draft_vocab_size
     if size is None or not weights.is_file():
         return
-    file = Path(
-        args.d2t_path or Path(args.data_path) / f"d2t-{size}.npy"
-    )  # as speculators names it
+    cached = Path(args.data_path) / f"d2t-{size}.npy"  # as speculators names it
+    file = Path(args.d2t_path or cached)
     with safe_open(weights, "np") as tensors:
         saved = tensors.get_tensor("d2t") if "d2t" in tensors.keys() else None  # noqa: SIM118
     if saved is None or not file.is_file():

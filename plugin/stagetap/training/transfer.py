@@ -22,6 +22,7 @@ from stagetap.training.token_index import TokenIndex
 from stagetap.training.training_rows import TrainingRow, TrainingRows
 
 _POLL_SECONDS = 0.25
+_LOOKS_A_ROUND = 64  # at the tally of as many misses as there are rows
 _BEGIN_SECONDS = 3.0  # each look at a run that has not begun is a connection of its own
 
 
@@ -97,6 +98,7 @@ class StageTapTransfer(HiddenStatesTransfer):
         self._min_loss_tokens = min_loss_tokens
         self._remove = remove
         self._tally = tally
+        self._missed = 0  # in this process
         self._index = TokenIndex()
         self._dataset: HiddenStatesDataset | None = None
         self._rows = TrainingRows(data_path, total_seq_len)
@@ -219,7 +221,9 @@ class StageTapTransfer(HiddenStatesTransfer):
                 self._read(dataset, sample_id)  # raises, naming the runs
 
     def _check_some_are_found(self) -> None:
-        if self._tally is not None and self._tally.in_vain(self.row_count):
+        self._missed += 1
+        look = self._missed % max(1, self.row_count // _LOOKS_A_ROUND) == 0
+        if look and self._tally is not None and self._tally.in_vain(self.row_count):
             raise SampleNotFound(
                 f"none of the last {self.row_count} rows of {self._data_path} that were asked for "
                 f"had a sample in {self._source.uri}: nothing is trained any more; capture them "
